@@ -1,0 +1,96 @@
+"""An event's bytes: payload, leaf, and back.
+
+    payload = u32 envelope length | envelope | u16 array count | arrays in name order
+    array   = u8 name length | name | u8 dtype length | dtype | u64 byte length | bytes
+    leaf    = SHA-256(0x00 | u32 envelope length | envelope | arrays in name order:
+                      u8 name length | name | u8 dtype length | dtype | u64 item count | SHA-256(bytes))
+
+All integers are little-endian. The envelope is hashed as the recorder wrote it.
+"""
+
+import hashlib
+import struct
+from typing import Any
+
+import msgspec
+
+from rlk_ledger_schemas.arrays import ITEMSIZE, Array
+from rlk_ledger_schemas.errors import FormatError
+
+_U16 = struct.Struct("<H")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_NO_ARRAYS = _U16.pack(0)
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def encode_payload(envelope: bytes, arrays: dict[str, Array]) -> bytes:
+    """The payload of one event."""
+    if not arrays:
+        return _U32.pack(len(envelope)) + envelope + _NO_ARRAYS
+    parts = [_U32.pack(len(envelope)), envelope, _U16.pack(len(arrays))]
+    for name in sorted(arrays):
+        array = arrays[name]
+        parts.append(_head(name, array.dtype))
+        parts.append(_U64.pack(len(array.data)))
+        parts.append(array.data)
+    return b"".join(parts)
+
+
+def decode_payload(payload: bytes | memoryview) -> tuple[bytes, dict[str, Array]]:
+    """(envelope, arrays) of one payload; raises FormatError when the lengths do not add up."""
+    view = memoryview(payload)
+    try:
+        (size,) = _U32.unpack_from(view)
+        envelope, at = _take(view, 4, size)
+        (count,) = _U16.unpack_from(view, at)
+        at += 2
+        arrays: dict[str, Array] = {}
+        for _ in range(count):
+            name, at = _take(view, at + 1, view[at])
+            dtype, at = _take(view, at + 1, view[at])
+            (nbytes,) = _U64.unpack_from(view, at)
+            data, at = _take(view, at + 8, nbytes)
+            arrays[name.decode()] = _array(dtype.decode(), data)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise FormatError(f"payload of {len(view)} bytes ends early or is garbled ({error}).") from None
+    if at != len(view) or list(arrays) != sorted(arrays) or len(arrays) != count:
+        raise FormatError(f"payload has {len(view)} bytes, its contents end at {at}, or its arrays are out of order.")
+    return envelope, arrays
+
+
+def leaf_hash(envelope: bytes, arrays: dict[str, Array]) -> bytes:
+    """The 32-byte leaf of one event."""
+    hasher = hashlib.sha256(b"\0" + _U32.pack(len(envelope)) + envelope)
+    for name in sorted(arrays):
+        array = arrays[name]
+        hasher.update(_head(name, array.dtype) + _U64.pack(len(array)) + hashlib.sha256(array.data).digest())
+    return hasher.digest()
+
+
+def decode_envelope(envelope: bytes) -> dict[str, Any]:
+    """The envelope as a dict, unknown fields kept; raises FormatError."""
+    try:
+        fields = _decode(envelope)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FormatError(f"envelope of {len(envelope)} bytes is not msgpack ({error}).") from None
+    if type(fields) is not dict or type(fields.get("type")) is not str:
+        raise FormatError("envelope is not a map with a `type`.")
+    return fields
+
+
+def _head(name: str, dtype: str) -> bytes:
+    n, d = name.encode(), dtype.encode()
+    return bytes((len(n),)) + n + bytes((len(d),)) + d
+
+
+def _take(view: memoryview, at: int, size: int) -> tuple[bytes, int]:
+    if at + size > len(view):
+        raise IndexError(f"{size} bytes wanted at {at}, {len(view) - at} left")
+    return bytes(view[at : at + size]), at + size
+
+
+def _array(dtype: str, data: bytes) -> Array:
+    if dtype not in ITEMSIZE or len(data) % ITEMSIZE[dtype]:
+        raise FormatError(f"an array of {dtype!r} with {len(data)} bytes is not possible.")
+    return Array(dtype, data)

@@ -1,0 +1,65 @@
+"""The event catalogue (schema version 1): one frozen Struct a type, registered under its wire name."""
+
+from rlk_ledger_schemas.events.base import (
+    ASSIGNED,
+    COMMON,
+    REGISTRY,
+    SCHEMA_VERSION,
+    Event,
+    EventType,
+    check_fields,
+    convert,
+    encode,
+    lookup,
+    take_arrays,
+)
+from rlk_ledger_schemas.events.decisions import CollectiveObserved, ContractDeclared, KnobApplied, OperatorDecided
+from rlk_ledger_schemas.events.identity import Environment, Gap, RunOpened, WriterClosed, WriterLost, WriterOpened
+from rlk_ledger_schemas.events.replays import (
+    ArmScored,
+    CaseAttempted,
+    FindingRaised,
+    GateChecked,
+    ReplayPlanned,
+    ReportWritten,
+    VerdictReached,
+)
+from rlk_ledger_schemas.events.samples import BatchLayout, Logprobs, PromptRecorded, RolloutSample
+from rlk_ledger_schemas.events.weights import WeightsLoaded, WeightsPublished
+
+__all__ = [
+    "ASSIGNED",
+    "COMMON",
+    "REGISTRY",
+    "SCHEMA_VERSION",
+    "ArmScored",
+    "BatchLayout",
+    "CaseAttempted",
+    "CollectiveObserved",
+    "ContractDeclared",
+    "Environment",
+    "Event",
+    "EventType",
+    "FindingRaised",
+    "Gap",
+    "GateChecked",
+    "KnobApplied",
+    "Logprobs",
+    "OperatorDecided",
+    "PromptRecorded",
+    "ReplayPlanned",
+    "ReportWritten",
+    "RolloutSample",
+    "RunOpened",
+    "VerdictReached",
+    "WeightsLoaded",
+    "WeightsPublished",
+    "WriterClosed",
+    "WriterLost",
+    "WriterOpened",
+    "check_fields",
+    "convert",
+    "encode",
+    "lookup",
+    "take_arrays",
+]

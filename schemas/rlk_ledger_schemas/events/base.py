@@ -1,0 +1,189 @@
+"""What every event is: a frozen Struct whose arrays live beside its envelope.
+
+Two ways lead to the same bytes. `record("logprobs", sample_id=..., values=...)` checks keyword arguments with
+`check_fields`; `record(Logprobs(sample_id=..., values=...))` checked them when the object was built. Both end in a
+*wire* Struct (the envelope without arrays) and a dict of `Array`s.
+"""
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from rlk_ledger_schemas.arrays import Array, ArraySpec, to_array
+from rlk_ledger_schemas.errors import EventError
+
+SCHEMA_VERSION = 1
+
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Digest = Annotated[str, Meta(pattern=r"^[a-z0-9]+:[0-9a-f]+$", max_length=300)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Free = dict[str, Any]
+Arrays = dict[str, Array]
+
+# Assigned by the recorder, never by the caller.
+ASSIGNED = ("schema_version", "seq", "wall_ns", "mono_ns", "run_id", "writer_id")
+COMMON = ("step", "rollout_id", "attempt", "labels")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields every event may carry: `step`, `rollout_id`, `attempt` (counts) and `labels` (small str -> str map)."""
+
+    TYPE: ClassVar[str] = ""
+    ARRAYS: ClassVar[Mapping[str, ArraySpec]] = MappingProxyType({})
+
+    step: Count | None = None
+    rollout_id: Count | Name | None = None
+    attempt: Count | None = None
+    labels: dict[str, str] | None = None
+
+    @classmethod
+    def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
+        """Checks relations inside one event (lengths, ranges); raises EventError."""
+
+    def __post_init__(self) -> None:
+        names = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        wire, arrays = check_fields(self.TYPE, {name: _thaw(getattr(self, name)) for name in names})
+        for name in names:
+            if name in arrays:
+                msgspec.structs.force_setattr(self, name, arrays[name])
+            else:
+                msgspec.structs.force_setattr(self, name, freeze(getattr(wire, name)))
+
+    def fields(self) -> dict[str, Any]:
+        """The event as keyword arguments of record()."""
+        return {n: _thaw(getattr(self, n)) for n in self.__struct_fields__ if getattr(self, n) is not None}
+
+
+class EventType(msgspec.Struct, frozen=True):
+    """One registered type: its public Struct, its wire Struct and its field names."""
+
+    public: type[Event]
+    wire: type[msgspec.Struct]
+    names: frozenset[str]
+    arrays: Mapping[str, ArraySpec]
+    required_arrays: tuple[str, ...]
+    nested: tuple[str, ...]
+
+
+REGISTRY: dict[str, EventType] = {}
+
+
+def register(cls: type[Event]) -> type[Event]:
+    """Derives the wire Struct of `cls` and enters the type into REGISTRY."""
+    fields: list[Any] = [(name, str if name.endswith("_id") else int) for name in ASSIGNED]
+    for field in msgspec.structs.fields(cls):
+        if field.name in cls.ARRAYS:
+            continue
+        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
+    wire = msgspec.defstruct(
+        cls.__name__ + "Wire", fields, frozen=True, kw_only=True, tag_field="type", tag=cls.TYPE, omit_defaults=True
+    )
+    names = frozenset(f[0] for f in fields) - frozenset(ASSIGNED) | frozenset(cls.ARRAYS)
+    nested = tuple(sorted(name for name in cls.ARRAYS if "." in name))
+    required = tuple(name for name, spec in cls.ARRAYS.items() if spec.required)
+    REGISTRY[cls.TYPE] = EventType(cls, wire, names, cls.ARRAYS, required, nested)
+    return cls
+
+
+UNASSIGNED: dict[str, Any] = {n: "" if n.endswith("_id") else 0 for n in ASSIGNED}
+encode = msgspec.msgpack.Encoder().encode
+"""The envelope of a wire Struct: one msgpack map, absent fields left out."""
+
+
+def check_fields(type_name: str, fields: dict[str, Any], assigned: dict[str, Any] = UNASSIGNED) -> tuple[Any, Arrays]:
+    """Checks one event given as keyword arguments (`fields` is consumed); returns (wire Struct, arrays).
+
+    `assigned` holds what the recorder adds (sequence number, clocks, run and writer id). Raises EventError.
+    """
+    kind = lookup(type_name)
+    arrays = take_arrays(kind, type_name, fields)
+    wire = convert(kind, type_name, fields, assigned)
+    kind.public.check_lengths(wire, arrays)
+    return wire, arrays
+
+
+def lookup(type_name: str) -> EventType:
+    """The registered type called `type_name`; raises EventError that names the nearest one."""
+    kind = REGISTRY.get(type_name)
+    if kind is None:
+        raise EventError(f"unknown event type {type_name!r}{_nearest(str(type_name), REGISTRY)}.")
+    return kind
+
+
+def take_arrays(kind: EventType, type_name: str, fields: dict[str, Any]) -> Arrays:
+    """Moves the array fields of `fields` (changed in place) into a dict of Arrays in wire dtype."""
+    arrays: Arrays = {}
+    for name, spec in kind.arrays.items():
+        if name in fields:
+            value = fields.pop(name)
+            if value is not None:
+                arrays[name] = to_array(value, spec.dtype, f"{type_name}.{name}")
+    for name in kind.nested:
+        parent, _, leaf = name.partition(".")
+        inner = fields.get(parent)
+        if isinstance(inner, Mapping) and inner.get(leaf) is not None:
+            fields[parent] = {k: v for k, v in inner.items() if k != leaf}
+            arrays[name] = to_array(inner[leaf], kind.arrays[name].dtype, f"{type_name}.{name}")
+    for name in kind.required_arrays:
+        if name not in arrays:
+            raise EventError(f"{type_name}: `{name}` is required and missing.")
+    return arrays
+
+
+def convert(kind: EventType, type_name: str, fields: dict[str, Any], assigned: dict[str, Any]) -> Any:
+    """The wire Struct of array-free `fields`; numpy and torch scalars are accepted as plain numbers."""
+    if not fields.keys() <= kind.names:
+        unknown = min(fields.keys() - kind.names)
+        raise EventError(f"{type_name} has no field {unknown!r}{_nearest(unknown, kind.names)}.")
+    try:
+        return msgspec.convert({**fields, **assigned}, kind.wire)
+    except (msgspec.ValidationError, TypeError):
+        pass
+    try:
+        return msgspec.convert({**_plain(fields), **assigned}, kind.wire)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise EventError(f"{type_name}: {_lower(str(error))}.") from None
+
+
+def _plain(value: Any) -> Any:
+    """Numpy and torch scalars as Python numbers, read-only mappings as dicts, recursively."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return value
+
+
+def freeze(value: Any) -> Any:
+    """A deeply immutable copy: mappings become read-only, lists become tuples."""
+    if isinstance(value, Mapping):
+        return MappingProxyType({k: freeze(v) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(v) for v in value)
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _thaw(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_thaw(v) for v in value]
+    if isinstance(value, msgspec.Struct) and not isinstance(value, Array):
+        return {n: _thaw(getattr(value, n)) for n in value.__struct_fields__ if getattr(value, n) is not None}
+    return value
+
+
+def _nearest(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+def _lower(text: str) -> str:
+    return text.replace("Object missing required field", "missing required field").replace(" - at `$.", " at `")

@@ -1,0 +1,95 @@
+"""Contracts and decisions: what numbers were promised, what was asked for, what ran."""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from rlk_ledger_schemas.errors import EventError
+from rlk_ledger_schemas.events.base import Arrays, Count, Event, Free, Name, register
+from rlk_ledger_schemas.fingerprints import contract_id
+
+ContractKind = Literal[
+    "logprob", "attention", "linear", "norm", "rope", "activation", "embedding", "collective", "sampling", "layout"
+]
+
+
+@register
+class ContractDeclared(Event, frozen=True, kw_only=True):
+    """A numeric contract, once per writer; `contract_id` is derived from {kind, version, body} and checked when given."""
+
+    TYPE: ClassVar[str] = "contract.declared"
+    kind: ContractKind
+    version: Name
+    body: Free
+    contract_id: Name | None = None
+
+    @classmethod
+    def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
+        derived = contract_id(wire.kind, wire.version, wire.body)
+        if wire.contract_id is None:
+            msgspec.structs.force_setattr(wire, "contract_id", derived)
+        elif wire.contract_id != derived:
+            raise EventError(f"contract.declared: `contract_id` is {wire.contract_id}, the body gives {derived}.")
+
+
+@register
+class KnobApplied(Event, frozen=True, kw_only=True):
+    """One setting as requested, materialised and actually in force: three facts."""
+
+    TYPE: ClassVar[str] = "knob.applied"
+    path: Name
+    requested: Any
+    status: Literal["applied", "fallback", "unsupported", "unobservable", "error"]
+    materialized: Any = None
+    actual: Any = None
+    evidence: str | None = None
+    lifecycle: Literal["request", "engine", "process_group", "process", "build"] | None = None
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A backend that was not chosen, and why."""
+
+    backend: str
+    reason: str
+
+
+@register
+class OperatorDecided(Event, frozen=True, kw_only=True):
+    """Which backend an operator got, which it was asked to have, and why."""
+
+    TYPE: ClassVar[str] = "operator.decided"
+    operator: Name
+    side: Name
+    requested_backend: Name
+    actual_backend: Name
+    fallback: bool
+    mode: Free | None = None
+    contract_id: Name | None = None
+    bucket: Literal["contract_preserving", "opportunistic", "reference", "native"] | None = None
+    reason: str | None = None
+    rejected: tuple[Rejected, ...] | None = None
+
+
+@register
+class CollectiveObserved(Event, frozen=True, kw_only=True):
+    """A collective and the order in which it really reduces."""
+
+    TYPE: ClassVar[str] = "collective.observed"
+    op: Name
+    group: Literal["tp", "sp", "cp", "ep", "pp", "dp"]
+    group_size: Count
+    reduction_order: Literal[
+        "arrival", "nccl_algorithm", "global_rank_index", "global_block_index", "global_vocab_shard_index"
+    ]
+    accumulate_dtype: str | None = None
+    downcast_point: str | None = None
+    determinism: str | None = None
+    backend: str | None = None
+
+    @classmethod
+    def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
+        if wire.determinism == "topology_stable" and wire.reduction_order in ("arrival", "nccl_algorithm"):
+            raise EventError(
+                f"collective.observed: determinism 'topology_stable' cannot be claimed with "
+                f"reduction_order {wire.reduction_order!r}."
+            )

@@ -1,0 +1,169 @@
+"""The small JSON objects of a ledger: ledger.json, run.json and receipts, as RFC 8785 bytes.
+
+Unknown fields are kept in the bytes and covered by the digests; readers ignore them, except that an unknown entry in
+`required_features` makes a reader refuse.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rlk_ledger_schemas.errors import FormatError, UsageError
+from rlk_ledger_schemas.fingerprints import canonical_json, sha256
+
+FORMAT = 1
+FEATURES: frozenset[str] = frozenset()
+"""Required features this reader knows; format 1 has none."""
+
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+Sha256 = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+Seq = Annotated[int, Meta(ge=0)]
+
+
+class LedgerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """ledger.json: written once, the first writer wins."""
+
+    format: int
+    hash: Literal["sha256"]
+    ledger_id: str
+    required_features: tuple[str, ...]
+    created_us: int
+    put_if_absent: Literal["honoured", "ignored"] | None = None
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """run.json: what the run's first writer declared."""
+
+    format: int
+    ledger_id: str
+    run_id: str
+    roles: dict[str, int]
+    mode: dict[str, str]
+    redaction: Literal["none", "hash", "drop"]
+    created_us: int
+    redaction_key_id: str | None = None
+    lineage: dict[str, Any] | None = None
+
+
+class SegmentRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A segment as its receipt describes it: name relative to the run, size, rows, SHA-256 of the file."""
+
+    name: str
+    bytes: Seq
+    rows: Seq
+    sha256: Sha256
+
+
+class WriterRange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sequence numbers of one writer held by one segment, both ends included.
+
+    `ranges` lists them when they are not one contiguous range; `lost_bytes` counts bytes of a dead writer's spool
+    that were no frame; `closed` and `dead` say how the writer ended, once it has.
+    """
+
+    writer_id: str
+    first: Seq
+    last: Seq
+    ranges: tuple[tuple[Seq, Seq], ...] | None = None
+    gaps: Seq | None = None
+    lost_bytes: Seq | None = None
+    closed: bool | None = None
+    dead: bool | None = None
+
+
+class TypeCount(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How many events of a type a segment holds and the steps they span."""
+
+    type: str
+    count: Seq
+    min_step: Seq | None = None
+    max_step: Seq | None = None
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """receipt/<shipper>/<n>.json: one link of a shipper's chain, and the index entry of one segment."""
+
+    format: int
+    ledger_id: str
+    run_id: str
+    shipper: str
+    n: Seq
+    previous: Sha256 | None = None
+    segment: SegmentRef
+    writers: tuple[WriterRange, ...]
+    root: Sha256
+    types: tuple[TypeCount, ...]
+    wall_us: int
+    ledger_json: Sha256 | None = None
+    run_json: Sha256 | None = None
+    public_key: str | None = None
+    signature: str | None = None
+    self_: Sha256 | None = msgspec.field(default=None, name="self")
+
+
+def check_run_id(run_id: Any) -> str:
+    """`run_id` if it is a name (letters, digits, `._-`, at most 128, not dots alone); raises UsageError otherwise."""
+    if type(run_id) is not str or not _RUN_ID.fullmatch(run_id) or not run_id.strip("."):
+        raise UsageError(
+            f"run id {run_id!r} is not a name: use letters, digits, '.', '_' and '-', at most 128 of them."
+        )
+    return run_id
+
+
+def encode_object(value: LedgerInfo | RunInfo) -> bytes:
+    """RFC 8785 bytes of ledger.json or run.json."""
+    return canonical_json(msgspec.to_builtins(value))
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """RFC 8785 bytes of a receipt, `self` filled in with the SHA-256 of the rest."""
+    fields = msgspec.to_builtins(receipt)
+    fields.pop("self", None)
+    return canonical_json({**fields, "self": sha256(canonical_json(fields))})
+
+
+def decode_receipt(data: bytes, where: str) -> Receipt:
+    """The receipt in `data`; raises FormatError when it does not parse, is not canonical or `self` does not match."""
+    fields = _parse(data, where)
+    claimed = fields.pop("self", None)
+    if claimed != sha256(canonical_json(fields)):
+        raise FormatError(f"{where}: `self` does not match the receipt's content; it was changed after it was written.")
+    receipt: Receipt = _convert({**fields, "self": claimed}, Receipt, where)
+    return receipt
+
+
+def decode_ledger(data: bytes, where: str = "ledger.json") -> LedgerInfo:
+    """ledger.json; raises FormatError, also for a newer format or an unknown required feature."""
+    info: LedgerInfo = _convert(_parse(data, where), LedgerInfo, where)
+    if info.format != FORMAT:
+        raise FormatError(f"{where}: format {info.format}; this reader knows format {FORMAT}. Use a newer rlk-ledger.")
+    unknown = sorted(set(info.required_features) - FEATURES)
+    if unknown:
+        raise FormatError(f"{where}: requires {', '.join(unknown)}, unknown to this reader. Use a newer rlk-ledger.")
+    return info
+
+
+def decode_run(data: bytes, where: str = "run.json") -> RunInfo:
+    """run.json; raises FormatError."""
+    info: RunInfo = _convert(_parse(data, where), RunInfo, where)
+    return info
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(data)
+        canonical = canonical_json(fields)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FormatError(f"{where}: {len(data)} bytes that are not RFC 8785 JSON ({error}).") from None
+    if type(fields) is not dict or canonical != data:
+        raise FormatError(f"{where}: not the canonical JSON object the writer made; it was changed or cut.")
+    return fields
+
+
+def _convert(fields: dict[str, Any], kind: type[Any], where: str) -> Any:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{where}: {error}.") from None
