@@ -122,13 +122,14 @@ def _plain_integers(items: Any, where: str) -> list[int]:
 
 
 def _first_bad(items: Any, dtype: str, where: str) -> str | None:
-    low, high = _RANGE.get(dtype, (None, None))
     for i, item in enumerate(items):
-        if low is not None and isinstance(item, int) and not low <= item <= high:  # type: ignore[operator]
-            return f"`{where}[{i}]` is {item}, outside {dtype} ({low} to {high})."
-        if low is None and not hasattr(item, "__float__"):
+        if dtype in _RANGE:
+            low, high = _RANGE[dtype]
+            if isinstance(item, int) and not low <= item <= high:
+                return f"`{where}[{i}]` is {item}, outside {dtype} ({low} to {high})."
+        elif not hasattr(item, "__float__"):
             return f"`{where}[{i}]` must be a number, got {item!r}."
-        if low is None and abs(float(item)) > _FLOAT32_MAX:  # type: ignore[arg-type]
+        elif abs(float(item)) > _FLOAT32_MAX:
             return f"`{where}[{i}]` is {item!r}, which {dtype} cannot hold."
     return None
 

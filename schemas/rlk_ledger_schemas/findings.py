@@ -85,7 +85,8 @@ FINDINGS: dict[str, FindingType] = {
         "error",
         "one sample id stands for two token lists",
         "rollout.sample",
-        "select sample_id, count(distinct token_digest) from samples where run_id = $run group by 1 having count(distinct token_digest) > 1",
+        "select sample_id, count(distinct token_digest) as lists from samples where run_id = $run "
+        "group by 1 having lists > 1",
         "Make sample ids unique per sampled response, or record `attempt`.",
     ),
     "alignment.shift": _f(

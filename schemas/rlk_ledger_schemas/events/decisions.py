@@ -15,7 +15,7 @@ ContractKind = Literal[
 
 @register
 class ContractDeclared(Event, frozen=True, kw_only=True):
-    """A numeric contract, once per writer; `contract_id` is derived from {kind, version, body} and checked when given."""
+    """A numeric contract, once per writer; `contract_id` is derived from {kind, version, body}, checked when given."""
 
     TYPE: ClassVar[str] = "contract.declared"
     kind: ContractKind

@@ -190,7 +190,8 @@ class Logprobs(Event, frozen=True, kw_only=True):
     def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
         if wire.source not in _SOURCES and not re.fullmatch(r"replay:[A-Za-z0-9._-]+", wire.source):
             raise EventError(
-                f"logprobs: `source` must be one of {', '.join(sorted(_SOURCES))} or replay:<scorer>, got {wire.source!r}."
+                f"logprobs: `source` must be one of {', '.join(sorted(_SOURCES))} or replay:<scorer>, "
+                f"got {wire.source!r}."
             )
         n = len(arrays["values"])
         if len(arrays) == 1 and wire.shard is None:
