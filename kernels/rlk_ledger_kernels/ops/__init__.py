@@ -1,0 +1,1 @@
+"""Operators: one folder each, one file per backend (`reference`, `tiled`)."""

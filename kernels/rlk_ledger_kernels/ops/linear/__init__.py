@@ -1,0 +1,1 @@
+"""Matrix product with a weight stored as [out, in]."""

@@ -1,0 +1,1 @@
+"""Sum over active tokens divided by their global count; never a mean of means."""

@@ -1,0 +1,1 @@
+"""The gated activation silu(gate) * up."""

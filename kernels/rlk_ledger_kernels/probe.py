@@ -1,0 +1,178 @@
+"""Whether this machine keeps the promise on the shapes in use: measured at first use, never assumed.
+
+The probe runs the very products an operator will run (same leaf, same row counts, same strides) on random
+operands and compares bits: one row count with another (T5: a prefill tile with a decode tile), shifted rows
+beside other neighbours (T1, T2), and the current thread count with one thread. `exp` and `log` are compared at
+shifted offsets. What fails is given up in this order: several threads, several row counts, the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from rlk_ledger_kernels.errors import InvarianceError
+from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, PREFILL_TILE
+from rlk_ledger_kernels.ops.linear.tiled import contract_rows
+from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule
+
+_SEED = 20260731
+
+
+@dataclass(frozen=True)
+class ShapesInUse:
+    """What one model runs.
+
+    products: (K of the whole operand, first and end element of the leaf, outputs) of every linear leaf.
+    heads: (query heads per kv head, head_dim, columns of the value cache), or None without attention.
+    """
+
+    products: frozenset[tuple[int, int, int, int]]
+    heads: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the probe allows.
+
+    threads: how many threads may run. row_tiles: row counts of linear. q_tiles: (decode, prefill) rows of an
+    attention tile. reason: one sentence for the record.
+    """
+
+    threads: int
+    row_tiles: tuple[int, ...]
+    q_tiles: tuple[int, int]
+    reason: str
+
+
+_verdicts: dict[tuple[object, ...], Admission] = {}
+
+
+@contextmanager
+def using_threads(threads: int) -> Iterator[None]:
+    """Run the body on `threads` intra-op threads and restore the count afterwards."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def admit(shapes: ShapesInUse, schedule: Schedule) -> Admission:
+    """Probe these shapes on the current thread count, once per process.
+
+    Raises InvarianceError when even one thread and one row count do not give repeatable bits.
+    """
+    threads = torch.get_num_threads()
+    key = (threads, torch.__version__, torch.backends.cpu.get_cpu_capability(), shapes, schedule)
+    if key not in _verdicts:
+        _verdicts[key] = _decide(shapes, schedule, threads)
+    return _verdicts[key]
+
+
+def _decide(shapes: ShapesInUse, schedule: Schedule, threads: int) -> Admission:
+    full = (schedule.row_tiles, (min(DECODE_TILE, schedule.kv_block), min(PREFILL_TILE, schedule.kv_block)))
+    single = (schedule.row_tiles[:1], (full[1][1], full[1][1]))
+    candidates = [(threads, *full), (1, *full), (threads, *single), (1, *single)]
+    failures: list[str] = []
+    for count, row_tiles, q_tiles in dict.fromkeys(candidates):
+        failure = first_failure(shapes, schedule, count, row_tiles, q_tiles)
+        if failure is None:
+            because = f" because {failures[0]}" if failures else ""
+            reason = f"probed on {count} thread(s), row tiles {row_tiles}, query tiles {q_tiles}{because}"
+            return Admission(threads=count, row_tiles=row_tiles, q_tiles=q_tiles, reason=reason)
+        failures.append(failure)
+    raise InvarianceError(
+        f"this build of torch gives no repeatable bits here: {failures[-1]}; "
+        "score on another machine or build, or choose a smaller schedule.k_leaf"
+    )
+
+
+def first_failure(
+    shapes: ShapesInUse, schedule: Schedule, threads: int, row_tiles: tuple[int, ...], q_tiles: tuple[int, int]
+) -> str | None:
+    """The first thing that depends on what it must not depend on, in words; None when all is well."""
+    generator = torch.Generator().manual_seed(_SEED)
+    if not _pointwise_holds(threads, generator):
+        return f"exp or log depends on the place of an element on {threads} thread(s)"
+    for product in sorted(shapes.products):
+        if not _product_holds(product, threads, row_tiles, generator):
+            return (
+                f"the product (K, leaf start, leaf end, outputs) = {product} is not repeatable on {threads} thread(s)"
+            )
+    if shapes.heads is not None and not _attention_holds(shapes.heads, schedule, threads, q_tiles, generator):
+        return f"the batched product of attention {shapes.heads} is not repeatable on {threads} thread(s)"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def _pointwise_holds(threads: int, generator: torch.Generator) -> bool:
+    x_N = torch.randn(70_003, generator=generator) * 8
+    for function in (torch.exp, lambda t: torch.log(t.abs() + 1e-6)):
+        with using_threads(1):
+            whole_N = function(x_N)
+        with using_threads(threads):
+            for offset in (*range(18), 33, 70_000):
+                for length in (1, 15, 31, 4097, 65_539):
+                    if not _same(function(x_N[offset : offset + length]), whole_N[offset : offset + length]):
+                        return False
+    return True
+
+
+def _product_holds(
+    product: tuple[int, int, int, int], threads: int, row_tiles: tuple[int, ...], generator: torch.Generator
+) -> bool:
+    k, start, end, outputs = product
+    rows = row_tiles[-1] + row_tiles[0]
+    stride = -(-k // ALIGNMENT) * ALIGNMENT
+    x_NK = torch.randn((rows, stride), generator=generator)[:, :k]
+    leaves = ((start, end, torch.randn((end - start, outputs), generator=generator)),)
+    shifted_NK = torch.randn((rows, stride), generator=generator)[:, :k]
+    shifted_NK[: rows - 5] = x_NK[5:]
+    with using_threads(1):
+        expected_NO = contract_rows(x_NK, leaves, row_tiles[:1])
+    with using_threads(threads):
+        for tile in row_tiles:
+            usable = rows // tile * tile
+            if not _same(contract_rows(x_NK[:usable], leaves, (tile,)), expected_NO[:usable]):
+                return False
+            moved_NO = contract_rows(shifted_NK[:usable], leaves, (tile,))
+            if not _same(moved_NO[: usable - 5], expected_NO[5:usable]):
+                return False
+    return True
+
+
+def _attention_holds(
+    heads: tuple[int, int, int],
+    schedule: Schedule,
+    threads: int,
+    q_tiles: tuple[int, int],
+    generator: torch.Generator,
+) -> bool:
+    group, head_dim, columns = heads
+    small, large = group * q_tiles[0], group * q_tiles[1]
+    q_BMD = torch.randn((40, large, head_dim), generator=generator)
+    k_BDS = torch.randn((40, schedule.kv_block, head_dim), generator=generator).transpose(1, 2)
+    v_BSV = torch.randn((40, schedule.kv_block, columns), generator=generator)
+    with using_threads(1):
+        scores = torch.bmm(q_BMD[:, :small], k_BDS)
+        values = torch.bmm(scores, v_BSV)
+    with using_threads(threads):
+        for batch in (1, 2, 3, 40):
+            for rows in (small, large):
+                got = torch.bmm(q_BMD[:batch, :rows].contiguous(), k_BDS[:batch])
+                if not _same(got[:, :small], scores[:batch]):
+                    return False
+                if not _same(torch.bmm(got, v_BSV[:batch])[:, :small], values[:batch]):
+                    return False
+    return True

@@ -1,0 +1,86 @@
+"""The numeric choices under which a side computed its log-probabilities, each swappable on its own.
+
+The reference is `Numerics()`: float32 everywhere on the recorded weights. Imitating a side means replacing
+fields; a noise floor replaces `schedule` and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlk_ledger_kernels.contracts import (
+    AttentionContract,
+    DType,
+    LinearContract,
+    LogprobContract,
+    RmsNormContract,
+    RopeContract,
+    RoundingOrder,
+    SwigluContract,
+    one_of,
+    torch_dtype,
+)
+from rlk_ledger_kernels.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a decoder rounds. Fields that are None follow `compute` (`logits` follows `lm_head`).
+
+    compute: dtype of weights, activations and the residual stream; sums are float32 whatever it is.
+    lm_head: dtype the last hidden state and the head's weight are rounded to. logits: dtype of their product.
+    kv_cache: dtype keys and values are rounded to when stored. rope_table: dtype of cosines and sines.
+    rms_norm: `hf` rounds before multiplying by the weight, `kernel` after.
+    swiglu: `activation` rounds silu(gate) before the product, `product` only after it.
+    temperature, logprob_mode: `processed` scores softmax(logits / temperature), `raw` ignores temperature.
+    schedule: the order of every sum.
+    """
+
+    compute: DType = "float32"
+    lm_head: DType | None = None
+    logits: DType | None = None
+    kv_cache: DType | None = None
+    rope_table: DType | None = None
+    rms_norm: RoundingOrder = "hf"
+    swiglu: Literal["activation", "product"] = "activation"
+    temperature: float = 1.0
+    logprob_mode: Literal["raw", "processed"] = "processed"
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names (ContractError) by building every contract once."""
+        one_of("numerics.logprob_mode", self.logprob_mode, ("raw", "processed"))
+        torch_dtype(self.kv_cache or self.compute)
+        self.linear_contract()
+        self.rms_norm_contract(1e-6)
+        self.rope_contract()
+        self.swiglu_contract()
+        self.logprob_contract()
+
+    def linear_contract(self) -> LinearContract:
+        """The projections of every layer."""
+        return LinearContract(output=self.compute, operands=self.compute, schedule=self.schedule)
+
+    def rms_norm_contract(self, eps: float) -> RmsNormContract:
+        """All norms, qk-norm included."""
+        return RmsNormContract(eps=eps, rounding_order=self.rms_norm, output=self.compute, schedule=self.schedule)
+
+    def rope_contract(self) -> RopeContract:
+        """The rotation of queries and keys."""
+        return RopeContract(table=self.rope_table or self.compute, arithmetic=self.compute)
+
+    def attention_contract(self, head_dim: int) -> AttentionContract:
+        """Attention with the usual scale."""
+        return AttentionContract(scale=head_dim**-0.5, output=self.compute, schedule=self.schedule)
+
+    def swiglu_contract(self) -> SwigluContract:
+        """The gated activation."""
+        return SwigluContract(output=self.compute, materialise=self.swiglu)
+
+    def logprob_contract(self) -> LogprobContract:
+        """Head, logits and the selected log-probability."""
+        head = self.lm_head or self.compute
+        temperature = self.temperature if self.logprob_mode == "processed" else 1.0
+        LogprobContract(temperature=self.temperature)
+        return LogprobContract(temperature=temperature, logits=self.logits or head, head=head, schedule=self.schedule)
