@@ -1,0 +1,173 @@
+"""One shipper's chain of receipts in one run: segment first, checked by reading back; receipt last.
+
+A `Draft` is frozen before its first attempt: every retry offers the same bytes under the same name, so that a reply
+lost on the way can be told from another shipper's object.
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rlk_ledger import layout
+from rlk_ledger.contact import Contact
+from rlk_ledger.records import Record
+from rlk_ledger.segments import write_segment
+from rlk_ledger.store import AlreadyThere, Store
+from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import StoreError
+from rlk_ledger_schemas.fingerprints import sha256
+from rlk_ledger_schemas.objects import FORMAT, Receipt, SegmentRef, WriterRange, decode_receipt, encode_receipt
+
+
+class Forked(StoreError):
+    """Another shipper writes under this chain's identity: take a new one."""
+
+
+class Ending(NamedTuple):
+    """How a writer ended without saying so: its process is dead; bytes of its spool that were no frame."""
+
+    lost_bytes: int
+
+
+class Draft(NamedTuple):
+    """A segment and the receipt that will make it exist, both as bytes and where they go."""
+
+    segment_path: str
+    segment: bytes
+    receipt_path: str
+    receipt_bytes: bytes
+    receipt: Receipt
+
+
+def new_shipper() -> str:
+    """A fresh shipper id: 128 random bits in hex."""
+    return secrets.token_hex(16)
+
+
+def _wall_us() -> int:
+    return time.time_ns() // 1000
+
+
+class Chain:
+    """Appends to one chain. Owned by one thread; `n` and `previous` move only after a receipt was read back."""
+
+    def __init__(
+        self,
+        store: Store,
+        contact: Contact,
+        shipper: str | None = None,
+        wall_us: Callable[[], int] = _wall_us,
+    ) -> None:
+        self.store = store
+        self.contact = contact
+        self.shipper = shipper or new_shipper()
+        self.n = 0
+        self.previous: str | None = None
+        self._wall_us = wall_us
+
+    def draft(self, records: Sequence[Record], endings: Mapping[str, Ending] | None = None) -> Draft:
+        """The next segment and receipt for `records`; `endings` names writers found dead. Raises FormatError."""
+        segment = write_segment(records)
+        run_id = self.contact.run.run_id
+        name = layout.segment_name(self.shipper, self.n, segment.root)
+        receipt = Receipt(
+            format=FORMAT,
+            ledger_id=self.contact.ledger.ledger_id,
+            run_id=run_id,
+            shipper=self.shipper,
+            n=self.n,
+            previous=self.previous,
+            segment=SegmentRef(name=name, bytes=len(segment.data), rows=segment.rows, sha256=sha256(segment.data)),
+            writers=writer_ranges(records, endings or {}),
+            root=f"sha256:{segment.root.hex()}",
+            types=segment.counts,
+            wall_us=self._wall_us(),
+            ledger_json=sha256(self.contact.ledger_bytes) if self.n == 0 else None,
+            run_json=sha256(self.contact.run_bytes) if self.n == 0 else None,
+        )
+        data = encode_receipt(receipt)
+        path = layout.receipt_path(run_id, self.shipper, self.n)
+        return Draft(layout.segment_path(run_id, name), segment.data, path, data, decode_receipt(data, path))
+
+    def publish(self, draft: Draft) -> Receipt:
+        """Puts the segment, checks it, puts the receipt, checks it, and moves the chain on. Safe to repeat.
+
+        Raises Forked when another receipt stands in this place, StoreError when the outcome is open.
+        """
+        try:
+            self.store.create(draft.segment_path, draft.segment)
+        except AlreadyThere:
+            raise Forked(f"{self.store.locate(draft.segment_path)} holds another shipper's segment.") from None
+        there = self.store.read(draft.segment_path)
+        if len(there) != len(draft.segment) or hashlib.sha256(there).digest() != hashlib.sha256(draft.segment).digest():
+            raise StoreError(f"{self.store.locate(draft.segment_path)} reads back as {len(there)} other bytes.")
+        try:
+            self.store.create(draft.receipt_path, draft.receipt_bytes)
+        except AlreadyThere:
+            raise Forked(f"{self.store.locate(draft.receipt_path)} is another shipper's receipt.") from None
+        if self.store.read(draft.receipt_path) != draft.receipt_bytes:
+            raise Forked(f"{self.store.locate(draft.receipt_path)} was replaced right after it was written.")
+        self.n = draft.receipt.n + 1
+        self.previous = sha256(draft.receipt_bytes)
+        return draft.receipt
+
+    def renew(self) -> str:
+        """Takes a new identity and starts a new chain; returns the old identity."""
+        old, self.shipper = self.shipper, new_shipper()
+        self.n, self.previous = 0, None
+        return old
+
+
+def writer_ranges(records: Iterable[Record], endings: Mapping[str, Ending]) -> tuple[WriterRange, ...]:
+    """What a receipt says of each writer in `records`, and of each dead writer in `endings`, sorted by writer id."""
+    held: dict[str, list[int]] = {writer_id: [] for writer_id in endings}
+    dropped: dict[str, int] = {}
+    closed: set[str] = set()
+    for record in records:
+        held.setdefault(record.writer_id, []).append(record.seq)
+        fields = decode_envelope(record.envelope)
+        if fields["type"] == "writer.closed":
+            closed.add(record.writer_id)
+        elif fields["type"] == "gap":
+            dropped[record.writer_id] = dropped.get(record.writer_id, 0) + gap_size(fields)
+    out = []
+    for writer_id, seqs in sorted(held.items()):
+        spans = ranges(seqs)
+        ending = endings.get(writer_id)
+        out.append(
+            WriterRange(
+                writer_id=writer_id,
+                first=spans[0][0] if spans else 0,
+                last=spans[-1][1] if spans else 0,
+                ranges=None if len(spans) == 1 else spans,
+                gaps=dropped.get(writer_id),
+                lost_bytes=(ending.lost_bytes or None) if ending else None,
+                closed=True if writer_id in closed else None,
+                dead=True if ending else None,
+            )
+        )
+    return tuple(out)
+
+
+def gap_size(fields: Mapping[str, object]) -> int:
+    """How many sequence numbers a `gap` event's envelope says were dropped; 0 when it does not say."""
+    first, last = fields.get("first"), fields.get("last")
+    return last - first + 1 if type(first) is int and type(last) is int and last >= first else 0
+
+
+def ranges(seqs: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Sorted inclusive ranges that cover `seqs` exactly."""
+    out: list[tuple[int, int]] = []
+    for seq in sorted(seqs):
+        if out and seq <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], seq)
+        else:
+            out.append((seq, seq))
+    return tuple(out)
+
+
+def held_ranges(writer: WriterRange) -> tuple[tuple[int, int], ...]:
+    """The inclusive ranges of sequence numbers a receipt says its segment holds of one writer."""
+    return ((writer.first, writer.last),) if writer.ranges is None else writer.ranges

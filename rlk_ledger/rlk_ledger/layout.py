@@ -1,0 +1,64 @@
+"""Where objects lie below a ledger's root. Paths are relative, use `/`, and are built here only.
+
+    ledger.json
+    canary/<name>                                        put-if-absent probe
+    runs/<run_id>/run.json
+    runs/<run_id>/segment/<shipper>/<n>-<root16>.parquet
+    runs/<run_id>/receipt/<shipper>/<n>.json
+
+`n` is written with at least eight digits, so that a listing comes in chain order.
+"""
+
+import re
+
+from rlk_ledger_schemas.objects import check_run_id
+
+LEDGER = "ledger.json"
+CANARY = "canary"
+RUNS = "runs"
+
+_SHIPPER = re.compile(r"[0-9a-f]{32}")
+_RECEIPT = re.compile(r"receipt/([0-9a-f]{32})/([0-9]{8,})\.json")
+_SEGMENT = re.compile(r"segment/([0-9a-f]{32})/([0-9]{8,})-([0-9a-f]{16})\.parquet")
+
+
+def run_root(run_id: str) -> str:
+    """`runs/<run_id>`; raises UsageError when the run id is not a name."""
+    return f"{RUNS}/{check_run_id(run_id)}"
+
+
+def run_json(run_id: str) -> str:
+    """Path of the run's run.json."""
+    return f"{run_root(run_id)}/run.json"
+
+
+def segment_name(shipper: str, n: int, root: bytes) -> str:
+    """Name of a segment relative to its run; `root` is its content root (32 bytes)."""
+    return f"segment/{shipper}/{n:08d}-{root.hex()[:16]}.parquet"
+
+
+def segment_path(run_id: str, name: str) -> str:
+    """Path of the segment a receipt calls `name`."""
+    return f"{run_root(run_id)}/{name}"
+
+
+def receipt_path(run_id: str, shipper: str, n: int) -> str:
+    """Path of receipt `n` of a shipper's chain."""
+    return f"{run_root(run_id)}/receipt/{shipper}/{n:08d}.json"
+
+
+def parse_receipt(relative: str) -> tuple[str, int] | None:
+    """(shipper, n) of a receipt's path relative to its run, None when it is no receipt's path."""
+    match = _RECEIPT.fullmatch(relative)
+    return (match[1], int(match[2])) if match else None
+
+
+def parse_segment(relative: str) -> tuple[str, int, str] | None:
+    """(shipper, n, first 16 hex digits of the root) of a segment's path relative to its run, or None."""
+    match = _SEGMENT.fullmatch(relative)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
+def is_shipper(text: str) -> bool:
+    """Whether `text` is a shipper or writer id: 32 lower-case hex digits."""
+    return _SHIPPER.fullmatch(text) is not None

@@ -1,0 +1,168 @@
+"""Reading a ledger: its runs, their receipts, and the events of the segments a question needs.
+
+Receipts are the index: nothing lists segments, and a segment is opened only when its receipt says it holds a wanted
+type. Readers trust what `verify` checks; they still refuse bytes that do not decode.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlk_ledger import layout
+from rlk_ledger.chain import held_ranges
+from rlk_ledger.records import Record
+from rlk_ledger.segments import read_records
+from rlk_ledger.store import Missing, Store, open_store
+from rlk_ledger_schemas.arrays import Array
+from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import FormatError, LedgerError
+from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_receipt, decode_run
+
+if TYPE_CHECKING:
+    import duckdb
+
+_READERS = 8
+
+
+class SegmentFile(NamedTuple):
+    """A segment some receipt names: its path below the root and that receipt."""
+
+    path: str
+    receipt: Receipt
+
+
+class Run:
+    """One run of a ledger; everything is read when first asked for and then kept."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+        self._path = layout.run_json(run_id)
+
+    @cached_property
+    def info(self) -> RunInfo:
+        """run.json; raises LedgerError when the run does not exist or its record is damaged."""
+        try:
+            return decode_run(self.store.read(self._path), self._path)
+        except Missing:
+            raise LedgerError(
+                f"no run {self.run_id!r} in {self.store.url}; `rlk-ledger runs` lists what is there."
+            ) from None
+        except FormatError as error:
+            raise LedgerError(f"{error} `rlk-ledger verify {self.run_id}` says what else is damaged.") from None
+
+    @cached_property
+    def receipts(self) -> tuple[Receipt, ...]:
+        """Every receipt, by shipper and then in chain order; raises LedgerError when one does not decode."""
+        folder = f"{layout.run_root(self.run_id)}/receipt"
+        found = []
+        for entry in self.store.list(folder):
+            key = layout.parse_receipt(entry.path.removeprefix(layout.run_root(self.run_id) + "/"))
+            if key is not None:
+                found.append((key, entry.path))
+        with ThreadPoolExecutor(_READERS) as pool:
+            return tuple(pool.map(self._receipt, [path for _, path in sorted(found)]))
+
+    def _receipt(self, path: str) -> Receipt:
+        try:
+            return decode_receipt(self.store.read(path), path)
+        except FormatError as error:
+            raise LedgerError(f"{error} `rlk-ledger verify {self.run_id}` says what else is damaged.") from None
+
+    def segments(self, types: Collection[str] | None = None) -> list[SegmentFile]:
+        """The segments that hold events (of `types`, when given), in the order of `receipts`."""
+        wanted = None if types is None else set(types)
+        out = []
+        for receipt in self.receipts:
+            if wanted is None or any(t.type in wanted for t in receipt.types):
+                out.append(SegmentFile(layout.segment_path(self.run_id, receipt.segment.name), receipt))
+        return out
+
+    @cached_property
+    def shared_writers(self) -> frozenset[str]:
+        """Writers of whom two receipts hold overlapping sequence numbers: a hand-over repeated some events."""
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for receipt in self.receipts:
+            for writer in receipt.writers:
+                spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
+        shared = set()
+        for writer_id, held in spans.items():
+            held.sort()
+            if any(b[0] <= a[1] for a, b in pairwise(held)):
+                shared.add(writer_id)
+        return frozenset(shared)
+
+    def records(self, types: Collection[str] | None = None) -> Iterator[Record]:
+        """The records of the run (of `types`, when given), segment by segment, each (writer, seq) once."""
+        seen: set[tuple[str, int]] = set()
+        for segment in self.segments(types):
+            try:
+                for record in read_records(self.store.read(segment.path), types):
+                    if record.writer_id in self.shared_writers:
+                        if (record.writer_id, record.seq) in seen:
+                            continue
+                        seen.add((record.writer_id, record.seq))
+                    yield record
+            except (Missing, FormatError) as error:
+                raise LedgerError(f"{segment.path}: {error} Run `rlk-ledger verify {self.run_id}`.") from None
+
+
+class Ledger:
+    """An opened ledger."""
+
+    def __init__(self, store: Store, info: LedgerInfo) -> None:
+        self.store = store
+        self.info = info
+        self._runs: dict[str, Run] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the ledger is: an absolute path or a URL."""
+        return self.store.url
+
+    def runs(self) -> list[str]:
+        """Ids of the runs, sorted."""
+        return [name for name in self.store.children(layout.RUNS) if self._is_run(name)]
+
+    def _is_run(self, name: str) -> bool:
+        with contextlib.suppress(ValueError):
+            return self.store.stat(layout.run_json(name)) is not None
+        return False
+
+    def run(self, run_id: str) -> Run:
+        """The run `run_id`, read once per Ledger; raises UsageError for a malformed id, LedgerError without a run."""
+        if run_id not in self._runs:
+            run = Run(self.store, run_id)
+            _ = run.info
+            self._runs[run_id] = run
+        return self._runs[run_id]
+
+    def read_events(
+        self, run_id: str, types: Collection[str] | None = None
+    ) -> Iterator[tuple[str, int, dict[str, Any], dict[str, Array]]]:
+        """(writer id, seq, envelope, arrays) of the run's events, each once; of `types` only when given."""
+        for record in self.run(run_id).records(types):
+            yield record.writer_id, record.seq, decode_envelope(record.envelope), record.arrays
+
+    def sql(self, query: str, params: dict[str, Any] | list[Any] | None = None) -> "duckdb.DuckDBPyRelation":
+        """The result of a read-only query over the views; see `rlk_ledger.views`."""
+        from rlk_ledger import views
+
+        return views.sql(self, query, params)
+
+
+def open_ledger(url: str) -> Ledger:
+    """The ledger at `url` (a path or an fsspec URL); raises LedgerError when there is none or it is newer than this."""
+    store = open_store(url)
+    try:
+        return Ledger(store, decode_ledger(store.read(layout.LEDGER)))
+    except Missing:
+        raise LedgerError(f"no ledger at {store.url}: {layout.LEDGER} is not there; check the URL.") from None
+    except FormatError as error:
+        raise LedgerError(f"{store.url}: {error}") from None
+
+
+open = open_ledger  # noqa: A001 - `ledger.open` is the public name

@@ -1,0 +1,202 @@
+"""Events as rows of an Arrow table, and back, bit for bit.
+
+The table's columns are `rlk_ledger_schemas.columns`: fixed, promoted, then one list column per array name and dtype.
+Every registered array has its column even where a segment holds none, so ordinary segments share one schema; arrays
+this version does not know add columns of their own. `ARRAYS_KEY` of the schema metadata maps array columns back to
+(name, dtype). Array bytes go from the event into Arrow buffers and back without becoming Python numbers.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from rlk_ledger_schemas.arrays import ITEMSIZE, Array
+from rlk_ledger_schemas.codec import decode_envelope, leaf_hash
+from rlk_ledger_schemas.columns import FIXED, PROMOTED, Promoted, array_column, project
+from rlk_ledger_schemas.errors import FormatError
+from rlk_ledger_schemas.events import REGISTRY
+
+ARRAYS_KEY = b"rlk_ledger.arrays"
+FORMAT_KEY = b"rlk_ledger.format"
+
+# Arrow type that holds a wire dtype's bits; bool is a byte an item and bfloat16 is its uint16 bits.
+_ARROW = {name: pa.type_for_alias(name) for name in ITEMSIZE if name not in ("bool", "bfloat16")}
+_ARROW |= {"bool": pa.uint8(), "bfloat16": pa.uint16()}
+_PLAIN = {
+    "string": pa.string(),
+    "int64": pa.int64(),
+    "int32": pa.int32(),
+    "float64": pa.float64(),
+    "binary": pa.binary(),
+}
+
+# Columns computed from the envelope alone; body and leaf are added beside them.
+PROJECTIONS: dict[str, Promoted] = {
+    **{name: Promoted(kind, (name,)) for name, kind in FIXED.items() if kind != "binary"},
+    **PROMOTED,
+}
+_BY_KEY: dict[str, list[tuple[str, Promoted]]] = {}
+for _name, _column in PROJECTIONS.items():
+    _BY_KEY.setdefault(_column.path[0], []).append((_name, _column))
+
+
+class Record(NamedTuple):
+    """One event: who wrote it, its number, its envelope as written, its arrays and its 32-byte leaf."""
+
+    writer_id: str
+    seq: int
+    envelope: bytes
+    arrays: dict[str, Array]
+    leaf: bytes
+
+
+def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
+    """The record of an event's bytes; writer and number are read from the envelope. Raises FormatError."""
+    fields = decode_envelope(envelope)
+    writer, seq = fields.get("writer_id"), fields.get("seq")
+    if type(writer) is not str or type(seq) is not int or not 0 <= seq < 2**63:
+        raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
+    return Record(writer, seq, envelope, arrays, leaf_hash(envelope, arrays))
+
+
+def list_type(dtype: str) -> pa.DataType:
+    """The Arrow list type of an array column of wire `dtype`."""
+    return pa.list_(pa.field("element", _ARROW[dtype], nullable=False))
+
+
+def _registered_arrays() -> dict[str, tuple[str, str]]:
+    found = {(name, spec.dtype) for kind in REGISTRY.values() for name, spec in kind.arrays.items()}
+    return {array_column(name, dtype): (name, dtype) for name, dtype in sorted(found)}
+
+
+REGISTERED = _registered_arrays()
+"""Column -> (array name, dtype) of every array an event type of this version can have."""
+
+
+def build_table(records: Sequence[Record]) -> pa.Table:
+    """The table of `records`, rows in the order given. Raises FormatError for an envelope that does not decode."""
+    columns: dict[str, pa.Array] = {}
+    for name, values in _projections(records).items():
+        columns[name] = pa.array(values, _PLAIN[PROJECTIONS[name].type])
+    columns["body"] = pa.array([r.envelope for r in records], pa.binary())
+    columns["leaf"] = pa.array([r.leaf for r in records], pa.binary())
+    names = _array_names(records)
+    for column, cells in _cells(records, names).items():
+        columns[column] = _list_array(len(records), cells, names[column][1])
+    order = [*FIXED, *PROMOTED, *names]
+    metadata = {FORMAT_KEY: b"1", ARRAYS_KEY: msgspec.json.encode(names)}
+    fields = [pa.field(name, columns[name].type) for name in order]
+    return pa.Table.from_arrays([columns[name] for name in order], schema=pa.schema(fields, metadata))
+
+
+def _projections(records: Sequence[Record]) -> dict[str, list[Any]]:
+    out: dict[str, list[Any]] = {name: [None] * len(records) for name in PROJECTIONS}
+    for row, record in enumerate(records):
+        fields = decode_envelope(record.envelope)
+        for key in fields.keys() & _BY_KEY.keys():
+            for name, column in _BY_KEY[key]:
+                value = fields[key]
+                plain = type(value) is str and column.type == "string" and len(column.path) == 1
+                out[name][row] = value if plain else _bounded(project(fields, column), column.type)
+    return out
+
+
+def _bounded(value: Any, kind: str) -> Any:
+    return None if kind == "int32" and value is not None and abs(value) >= 2**31 else value
+
+
+def _array_names(records: Iterable[Record]) -> dict[str, tuple[str, str]]:
+    """Column -> (array name, dtype): the registered ones first, then what `records` have beyond them, sorted."""
+    extra = {(name, a.dtype) for r in records for name, a in r.arrays.items()} - set(REGISTERED.values())
+    names = dict(REGISTERED)
+    for name, dtype in sorted(extra):
+        column = array_column(name, dtype)
+        while column in names or column in PROJECTIONS or column in FIXED:
+            column += "_"  # two names that differ in `.` and `_` only
+        names[column] = (name, dtype)
+    return names
+
+
+def _cells(records: Sequence[Record], names: dict[str, tuple[str, str]]) -> dict[str, list[tuple[int, bytes]]]:
+    cells: dict[str, list[tuple[int, bytes]]] = {column: [] for column in names}
+    columns = {key: column for column, key in names.items()}
+    for row, record in enumerate(records):
+        for name, value in record.arrays.items():
+            cells[columns[name, value.dtype]].append((row, value.data))
+    return cells
+
+
+def _list_array(rows: int, cells: list[tuple[int, bytes]], dtype: str) -> pa.ListArray:
+    kind = list_type(dtype)
+    if not cells:
+        return pa.nulls(rows, kind)
+    offsets = np.zeros(rows + 1, np.int64)
+    present = np.zeros(rows, bool)
+    where = np.fromiter((row for row, _ in cells), np.int64, len(cells))
+    offsets[where + 1] = np.fromiter((len(data) for _, data in cells), np.int64, len(cells)) // ITEMSIZE[dtype]
+    present[where] = True
+    np.cumsum(offsets, out=offsets)
+    if offsets[-1] >= 2**31:
+        raise FormatError(f"arrays of {offsets[-1]} items do not fit one segment column; record smaller arrays.")
+    data = pa.py_buffer(b"".join(data for _, data in cells))
+    values = pa.Array.from_buffers(_ARROW[dtype], int(offsets[-1]), [None, data])
+    bitmap = pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
+    buffers = [bitmap, pa.py_buffer(offsets.astype(np.int32).tobytes())]
+    return pa.ListArray.from_buffers(kind, rows, buffers, null_count=rows - len(cells), children=[values])
+
+
+def array_names(table: pa.Table) -> dict[str, tuple[str, str]]:
+    """Column -> (array name, dtype) of a segment's table; raises FormatError when the metadata is not a segment's."""
+    metadata = table.schema.metadata or {}
+    if metadata.get(FORMAT_KEY) != b"1":
+        raise FormatError("the Parquet file is not a segment of format 1.")
+    try:
+        names = msgspec.json.decode(metadata[ARRAYS_KEY], type=dict[str, tuple[str, str]])
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise FormatError(f"the segment does not say which columns are arrays ({error}).") from None
+    return {column: key for column, key in names.items() if column in table.schema.names}
+
+
+def rows(table: pa.Table) -> Iterator[Record]:
+    """The records of a segment's table, in its order; raises FormatError when columns are missing or of other types.
+
+    Leaves are the stored ones: whoever must not trust them compares with `codec.leaf_hash`.
+    """
+    names = array_names(table)
+    wanted = [(name, _PLAIN[FIXED[name]]) for name in ("writer_id", "seq", "body", "leaf")]
+    wanted += [(column, list_type(dtype)) for column, (_, dtype) in names.items() if dtype in ITEMSIZE]
+    for name, kind in wanted:
+        index = table.schema.get_field_index(name)
+        if index < 0 or table.schema.field(index).type != kind:
+            raise FormatError(f"the segment's column `{name}` is missing or not {kind}.")
+    for batch in table.to_batches():
+        yield from _batch_rows(batch, names)
+
+
+def _batch_rows(batch: pa.RecordBatch, names: dict[str, tuple[str, str]]) -> Iterator[Record]:
+    held: list[dict[str, Array]] = [{} for _ in range(batch.num_rows)]
+    for column, (name, dtype) in names.items():
+        for row, data in _lists(batch.column(column), ITEMSIZE[dtype]):
+            held[row][name] = Array(dtype, data)
+    fixed = [batch.column(name).to_pylist() for name in ("writer_id", "seq", "body", "leaf")]
+    for writer, seq, body, leaf, arrays in zip(*fixed, held, strict=True):
+        if writer is None or seq is None or body is None or leaf is None:
+            raise FormatError("a segment row lacks its writer, number, body or leaf.")
+        yield Record(writer, seq, body, arrays, leaf)
+
+
+def _lists(column: pa.ListArray, itemsize: int) -> Iterator[tuple[int, bytes]]:
+    """(row, bytes) of the rows that are not null."""
+    if column.null_count == len(column):
+        return
+    offsets = column.offsets.to_numpy()
+    values = column.values
+    buffer = values.buffers()[1]
+    view = memoryview(buffer) if buffer is not None else memoryview(b"")
+    base = values.offset
+    for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        start, end = int(offsets[row]) + base, int(offsets[row + 1]) + base
+        yield row, bytes(view[start * itemsize : end * itemsize])

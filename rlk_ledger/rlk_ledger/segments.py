@@ -1,0 +1,148 @@
+"""Segments: records to Parquet bytes and back.
+
+One table, rows clustered by type, then step, then writer and sequence number. Small types share a row group, a large
+type starts its own, so that a reader of one type reads little else. zstd, BYTE_STREAM_SPLIT on floating-point arrays,
+page checksums. The content root is the RFC 6962 root over the leaves in (writer, sequence number) order: it does not
+depend on how the rows lie in the file.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
+from rlk_ledger_schemas import merkle
+from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import FormatError
+from rlk_ledger_schemas.objects import TypeCount
+
+SEGMENT_BYTES = 64 << 20
+"""Payload bytes after which a segment is rolled."""
+_GROUP_BYTES = 16 << 20
+_OWN_GROUP_BYTES = 1 << 20
+_FLOATS = frozenset({"float16", "float32", "float64"})
+_ROW_OVERHEAD = 128
+
+
+class Segment(NamedTuple):
+    """A segment as bytes, its content root and what a receipt says about it."""
+
+    data: bytes
+    root: bytes
+    counts: tuple[TypeCount, ...]
+    rows: int
+
+
+class _Row(NamedTuple):
+    type: str
+    step: int
+    writer_id: str
+    seq: int
+    record: Record
+
+
+def write_segment(records: Iterable[Record]) -> Segment:
+    """The segment of `records` (any order, no (writer, seq) twice). Raises FormatError."""
+    clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
+    ordered = [row.record for row in clustered]
+    table = build_table(ordered)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
+        for start, end in _groups(clustered):
+            writer.write_table(table.slice(start, end - start), row_group_size=end - start)
+    return Segment(sink.getvalue().to_pybytes(), content_root(ordered), _counts(clustered), len(ordered))
+
+
+def read_segment(data: bytes | memoryview, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
+    """The table of a segment's bytes, of `types` only when given; raises FormatError when it is not a segment.
+
+    `checksums` also verifies every page's CRC.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=checksums)
+        if types is None:
+            return file.read(use_threads=False)
+        table = file.read_row_groups(_groups_of(file, types), use_threads=False)
+        return table.filter(pc.is_in(table["type"], pa.array(sorted(types), pa.string())))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        text = str(error).strip().splitlines()
+        raise FormatError(f"not a readable Parquet segment ({text[0] if text else type(error).__name__}).") from None
+
+
+def read_records(data: bytes | memoryview, types: Collection[str] | None = None) -> Iterator[Record]:
+    """The records of a segment's bytes, of `types` only when given."""
+    yield from rows(read_segment(data, types))
+
+
+def content_root(records: Iterable[Record]) -> bytes:
+    """The RFC 6962 root over the records' leaves in (writer, seq) order."""
+    return merkle.root([r.leaf for r in sorted(records, key=lambda r: (r.writer_id, r.seq))])
+
+
+def _clustered(record: Record) -> _Row:
+    fields = decode_envelope(record.envelope)
+    step = fields.get("step")
+    return _Row(fields["type"], step if type(step) is int else -1, record.writer_id, record.seq, record)
+
+
+def _size(record: Record) -> int:
+    return len(record.envelope) + sum(len(a.data) for a in record.arrays.values()) + _ROW_OVERHEAD
+
+
+def _groups(clustered: Sequence[_Row]) -> Iterator[tuple[int, int]]:
+    """Row ranges [start, end) of the row groups."""
+    sizes = [_size(row.record) for row in clustered]
+    by_type: dict[str, int] = {}
+    for row, size in zip(clustered, sizes, strict=True):
+        by_type[row.type] = by_type.get(row.type, 0) + size
+    start = filled = 0
+    for i, size in enumerate(sizes):
+        new_type = i > start and clustered[i].type != clustered[i - 1].type
+        own = new_type and max(filled, by_type[clustered[i].type]) >= _OWN_GROUP_BYTES
+        if own or (i > start and filled + size > _GROUP_BYTES):
+            yield start, i
+            start, filled = i, 0
+        filled += size
+    yield start, len(sizes)
+
+
+def _counts(clustered: Sequence[_Row]) -> tuple[TypeCount, ...]:
+    found: dict[str, list[int]] = {}
+    for row in clustered:
+        found.setdefault(row.type, []).append(row.step)
+    out = []
+    for name, steps in found.items():
+        known = [step for step in steps if step >= 0]
+        low, high = (min(known), max(known)) if known else (None, None)
+        out.append(TypeCount(type=name, count=len(steps), min_step=low, max_step=high))
+    return tuple(out)
+
+
+def _options(table: pa.Table) -> dict[str, object]:
+    names = array_names(table)
+    floats = {f"{column}.list.element" for column, (_, dtype) in names.items() if dtype in _FLOATS}
+    coded = [f"{column}.list.element" for column in names if f"{column}.list.element" not in floats]
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [*PROJECTIONS, *coded],
+        "column_encoding": dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        "write_statistics": list(PROJECTIONS),
+        "write_page_checksum": True,
+    }
+
+
+def _groups_of(file: pq.ParquetFile, types: Collection[str]) -> list[int]:
+    index = file.schema_arrow.get_field_index("type")
+    if index < 0:
+        raise FormatError("the segment has no column `type`.")
+    out = []
+    for group in range(file.num_row_groups):
+        statistics = file.metadata.row_group(group).column(index).statistics
+        known = statistics is not None and statistics.has_min_max
+        if not known or any(statistics.min <= name <= statistics.max for name in types):
+            out.append(group)
+    return out

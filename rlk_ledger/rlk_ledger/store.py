@@ -1,0 +1,266 @@
+"""The only door to a bucket: create (put-if-absent), read, list, stat.
+
+After `create(path, data)` returns, `path` holds exactly `data`, whoever wrote it: a lost reply and a retry are both
+success. AlreadyThere means other bytes are there; any other StoreError leaves the outcome open, and a retry is safe.
+Paths are relative to the root, use `/`, and cannot leave it.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote
+
+from rlk_ledger_schemas.errors import ConfigError, StoreError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_TEMPORARY = re.compile(r"\..*\.tmp")
+
+
+class AlreadyThere(StoreError, FileExistsError):
+    """Other bytes stand at the path that was to be created."""
+
+
+class Missing(StoreError, FileNotFoundError):
+    """There is no object at the path."""
+
+
+class Entry(NamedTuple):
+    """One object of a listing: its path relative to the root and its size in bytes."""
+
+    path: str
+    size: int
+
+
+class Store(Protocol):
+    """A bucket, or a prefix of one."""
+
+    url: str
+
+    def create(self, path: str, data: bytes) -> None:
+        """Puts `data` at `path` unless something is there; raises AlreadyThere for other bytes, else StoreError."""
+
+    def read(self, path: str) -> bytes:
+        """The object's bytes; raises Missing or StoreError."""
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """Every object below the folder `prefix` ("" for all), sorted by path; nothing when there is none."""
+
+    def children(self, prefix: str) -> tuple[str, ...]:
+        """Names directly below the folder `prefix`, sorted, found without listing what lies deeper."""
+
+    def stat(self, path: str) -> int | None:
+        """The object's size in bytes, None when there is no object; raises StoreError when that cannot be told."""
+
+    def locate(self, path: str) -> str:
+        """The absolute path or URL of `path`, as other readers (DuckDB, fsspec) want it."""
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`: a local path, `file://`, `memory://`, or any fsspec URL. Nothing is contacted yet.
+
+    Raises ConfigError when the URL is empty, names an unknown kind of store, or the store's client is not installed.
+    """
+    if not isinstance(url, str | os.PathLike) or not str(url).strip():
+        raise ConfigError(f"a ledger URL is a path or something like s3://bucket/prefix, got {url!r}.")
+    text = str(url)
+    match = _SCHEME.match(text)
+    if match is None:
+        return FileStore(Path(text).expanduser())
+    if match[1] in ("file", "local"):
+        return FileStore(Path(unquote(text[match.end() :]) if match[1] == "file" else text[match.end() :]))
+    return FsspecStore(text, match[1])
+
+
+def checked(path: str) -> str:
+    """`path` if it stays below the root; raises StoreError."""
+    parts = path.split("/")
+    if not path or path.startswith("/") or "\0" in path or "\\" in path or any(p in ("", ".", "..") for p in parts):
+        raise StoreError(f"{path!r} is not a path below the ledger's root.")
+    return path
+
+
+class FileStore:
+    """A directory. `create` writes a temporary file beside the target, syncs it, links it and syncs the directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - resolve() would follow links the user meant to keep
+        self.url = str(self.root)
+
+    def create(self, path: str, data: bytes) -> None:
+        target = self.root / checked(path)
+        try:
+            _make_folders(target.parent)
+            temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+            try:
+                _write_synced(temporary, data)
+                os.link(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+                _sync_folder(target.parent)
+        except FileExistsError as error:
+            _settle(self, path, data, error)
+        except OSError as error:
+            raise StoreError(f"cannot create {target}: {_why(error)}.") from error
+
+    def read(self, path: str) -> bytes:
+        target = self.root / checked(path)
+        try:
+            return target.read_bytes()
+        except FileNotFoundError:
+            raise Missing(f"{target} does not exist.") from None
+        except OSError as error:
+            raise StoreError(f"cannot read {target}: {_why(error)}.") from error
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        top = self.root / checked(prefix) if prefix else self.root
+        found = []
+        for folder, _, names in os.walk(top, onerror=_raise_walk):
+            for name in names:
+                if not _TEMPORARY.fullmatch(name):
+                    file = Path(folder, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append(Entry(file.relative_to(self.root).as_posix(), file.stat().st_size))
+        yield from sorted(found)
+
+    def children(self, prefix: str) -> tuple[str, ...]:
+        top = self.root / checked(prefix) if prefix else self.root
+        try:
+            return tuple(sorted(name for name in os.listdir(top) if not _TEMPORARY.fullmatch(name)))  # noqa: PTH208
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        except OSError as error:
+            raise StoreError(f"cannot list {top}: {_why(error)}.") from error
+
+    def stat(self, path: str) -> int | None:
+        target = self.root / checked(path)
+        try:
+            return target.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot look at {target}: {_why(error)}.") from error
+
+    def locate(self, path: str) -> str:
+        return str(self.root / checked(path))
+
+
+class FsspecStore:
+    """Any fsspec file system. `create` is `pipe_file(mode="create")`, and what a read-back finds decides."""
+
+    def __init__(self, url: str, protocol: str) -> None:
+        try:
+            import fsspec
+
+            # A listing cache would hide what other processes write.
+            options: dict[str, Any] = {} if protocol == "memory" else {"use_listings_cache": False}
+            self.fs, self.root = fsspec.core.url_to_fs(url, **options)
+        except ImportError as error:
+            extra = _EXTRA.get(protocol)
+            how = f'pip install "rlk-ledger[{extra}]"' if extra else f"install the fsspec client for {protocol}://"
+            raise ConfigError(f"{url}: the client for {protocol}:// is not installed ({error}); {how}.") from None
+        except ValueError as error:
+            raise ConfigError(
+                f"{url}: {str(error).splitlines()[0]}; use a path, file://, s3://, gs:// or az://."
+            ) from None
+        self.root = self.root.rstrip("/")
+        self.url = url.rstrip("/")
+
+    def create(self, path: str, data: bytes) -> None:
+        target = self._target(path)
+        try:
+            if self.fs.protocol == "memory":
+                self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self.fs.pipe_file(target, data, mode="create")
+        except Exception as error:  # stores word a refusal differently: only the read-back tells
+            _settle(self, path, data, error)
+
+    def read(self, path: str) -> bytes:
+        try:
+            return bytes(self.fs.cat_file(self._target(path)))
+        except FileNotFoundError:
+            raise Missing(f"{self.locate(path)} does not exist.") from None
+        except Exception as error:
+            raise StoreError(f"cannot read {self.locate(path)}: {_why(error)}.") from error
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        try:
+            found = self.fs.find(self._target(prefix) if prefix else self.root, detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise StoreError(f"cannot list {self.url}/{prefix}: {_why(error)}.") from error
+        skip = len(self.root) + 1
+        yield from sorted(Entry(path[skip:], int(info["size"] or 0)) for path, info in found.items())
+
+    def children(self, prefix: str) -> tuple[str, ...]:
+        try:
+            found = self.fs.ls(self._target(prefix) if prefix else self.root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        except Exception as error:
+            raise StoreError(f"cannot list {self.url}/{prefix}: {_why(error)}.") from error
+        return tuple(sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""}))
+
+    def stat(self, path: str) -> int | None:
+        try:
+            return int(self.fs.info(self._target(path))["size"])
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise StoreError(f"cannot look at {self.locate(path)}: {_why(error)}.") from error
+
+    def locate(self, path: str) -> str:
+        return str(self.fs.unstrip_protocol(self._target(path)))
+
+    def _target(self, path: str) -> str:
+        return f"{self.root}/{checked(path)}"
+
+
+def _settle(store: Store, path: str, data: bytes, error: Exception) -> None:
+    """Decides a create whose reply was an error by reading back what is there."""
+    try:
+        there = store.read(path)
+    except Missing:
+        raise StoreError(f"cannot create {store.locate(path)}: {_why(error)}.") from error
+    if there != data:
+        raise AlreadyThere(f"{store.locate(path)} already holds other bytes.") from None
+
+
+def _make_folders(folder: Path) -> None:
+    """Creates `folder` and its parents, each made durable in its own parent."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _raise_walk(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise StoreError(f"cannot list {error.filename}: {_why(error)}.") from error
+
+
+def _why(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
+    return str(text).rstrip(".")
