@@ -87,8 +87,8 @@ def frame_crc(seed: int, offset: int, payload: bytes) -> int:
     return int(extend(extend(seed, _U64.pack(offset)), payload))
 
 
-def read_frame(data: Any, offset: int, seed: int) -> bytes | None:
-    """The payload at `offset`, or None where no valid frame stands."""
+def read_frame(data: Any, offset: int, seed: int, base: int = 0) -> bytes | None:
+    """The payload at `data[offset]`, or None where no valid frame stands; `base` is the file offset of `data[0]`."""
     if offset + FRAME_HEAD > len(data):
         return None
     length, crc = _FRAME.unpack_from(data, offset)
@@ -96,12 +96,12 @@ def read_frame(data: Any, offset: int, seed: int) -> bytes | None:
     if length == 0 or end > len(data):
         return None
     payload = bytes(data[offset + FRAME_HEAD : end])
-    return payload if frame_crc(seed, offset, payload) == crc else None
+    return payload if frame_crc(seed, base + offset, payload) == crc else None
 
 
-def read_frames(data: Any, offset: int, seed: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of every frame of the longest valid prefix from `offset`."""
-    while (payload := read_frame(data, offset, seed)) is not None:
+def read_frames(data: Any, offset: int, seed: int, base: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(offset in `data`, payload) of every frame of the longest valid prefix from `offset`."""
+    while (payload := read_frame(data, offset, seed, base)) is not None:
         yield offset, payload
         offset += frame_size(len(payload))
 
