@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rlk_ledger_replay.demo.exchange import Rolled
-from rlk_ledger_replay.demo.network import held_tensors
 from rlk_ledger_replay.demo.score import micro_batches, response_logprobs
 from rlk_ledger_replay.demo.settings import Numerics, Settings
 
@@ -90,7 +89,3 @@ class Learner:
             for master, parameter in zip(self._masters, self._parameters):
                 parameter.copy_(master)
         return float(norm)
-
-    def parameter_count(self) -> int:
-        """How many tensors the network holds, aliases left out."""
-        return len(held_tensors(self._network))

@@ -42,7 +42,7 @@ def response_logprobs(network: Any, samples: Sequence[Rolled], numerics: Numeric
     return out
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def score(network: Any, samples: Sequence[Rolled], numerics: Numerics) -> list[Tensor]:
     """`response_logprobs` in float32, without gradients."""
     return [values.float() for values in response_logprobs(network, samples, numerics)]

@@ -34,13 +34,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int = 4
     seed: int = 0
     temperature: float = 0.7
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-4
     clip: float = 0.2
     updates_per_step: int = 2
     generation_batches: tuple[int, ...] = (12, 4, 10, 6)
     score_batch: int = 5
     threads: int = 1
-    wait_s: float = 60.0
+    wait_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.fault is not None:
