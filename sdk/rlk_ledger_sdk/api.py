@@ -1,0 +1,164 @@
+"""The surface of the recorder: init, record, scope, flush, close, current.
+
+`_current` is this process's recorder: None until the first use decides, and NOTHING when recording is off.
+"""
+
+import atexit
+import logging
+import os
+import threading
+from typing import Any
+
+from rlk_ledger_schemas.errors import RlkError, UsageError
+from rlk_ledger_schemas.events import Event
+from rlk_ledger_sdk.config import disabled, load_config
+from rlk_ledger_sdk.durability import LEVELS
+from rlk_ledger_sdk.recorder import Recorder
+from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
+
+_log = logging.getLogger("rlk_ledger")
+_lock = threading.RLock()
+_EXPORTED = ("RLK_LEDGER", "RLK_RUN_ID", "RLK_ROLE", "RLK_SPOOL", "RLK_PARENT_WRITER")
+
+
+class Nothing:
+    """Stands in for a recorder where recording is off: every call is a branch."""
+
+    enabled = False
+    writer_id = None
+
+    def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
+        """Records nothing."""
+        return NOT_RECORDED
+
+    def record(self, event: str | Event, /, **fields: Any) -> Reference:
+        """Records nothing."""
+        return NOT_RECORDED
+
+    def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
+        """There is nothing to wait for."""
+        if level not in LEVELS and level != "checkpointed":
+            raise UsageError(f"flush: level {level!r} is unknown; use one of {', '.join(LEVELS)}.")
+        return dict.fromkeys(LEVELS, -1)
+
+    def close(self, reason: str = "close", timeout: float | None = None) -> None:
+        """There is nothing to close."""
+
+
+NOTHING = Nothing()
+_current: Recorder | Nothing | None = None
+_before: dict[str, str | None] = {}
+
+
+def init(url: str | os.PathLike[str] | None = None, **options: Any) -> Recorder | Nothing:
+    """Opens this process's writer; without a URL here or in RLK_LEDGER, and with RLK_DISABLE=1, recording stays off.
+
+    Options, all with defaults: run_id, role, rank, world_size, roles, engine, parallel, mode, redaction, job, lineage,
+    sampling_policy, spool, shipper (process, inline, off), budget_bytes, block_ms, on_error (raise, warn),
+    environment, revision. A second init() closes the writer of the first. Raises ConfigError; a bucket that cannot be
+    reached raises nothing.
+    """
+    return _open(url, options, parent_writer=None)
+
+
+def record(event: str | Event, /, **fields: Any) -> Reference:
+    """Records one event, given as a type with fields or as an event object; returns its reference.
+
+    When this returns with a `seq`, the event survives the process being killed. Raises EventError for a malformed
+    event under `on_error=raise`, and SpoolError for an audit event without room under `consistency=strict`.
+    """
+    recorder = _current
+    if recorder is None:
+        recorder = _first_use()
+    return recorder.emit(event, fields)
+
+
+def flush(level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
+    """Waits until everything recorded by this process has reached `level` (spooled, synced, committed).
+
+    Returns the watermark per level: the last sequence number that reached it, -1 for none. Raises FlushTimeout after
+    `timeout` seconds, saying what is outstanding and why; UsageError for an unknown level.
+    """
+    return (_current or NOTHING).flush(level, timeout)
+
+
+def close(reason: str = "close", timeout: float | None = None) -> None:
+    """Closes this process's writer, waiting at most `timeout` seconds (RLK_EXIT_S, 10) for the shipper."""
+    global _current
+    with _lock:
+        recorder, _current = _current, None
+        if recorder is not None:
+            recorder.close(reason, timeout)
+        _restore_environment()
+
+
+def current() -> Recorder | Nothing:
+    """This process's recorder, or the one that records nothing."""
+    return _current or NOTHING
+
+
+def _open(url: str | os.PathLike[str] | None, options: dict[str, Any], parent_writer: str | None) -> Recorder | Nothing:
+    global _current
+    with _lock:
+        config = None if disabled() else load_config(url, parent_writer=parent_writer, **options)
+        if config is None or not config.recording:
+            close("reinit")
+            _current = NOTHING
+            return NOTHING
+        close("reinit")
+        recorder = Recorder(config)
+        _current = recorder
+        named = f"{config.spool_named}:{config.spool}" if config.spool_named else str(config.spool)
+        role = config.writer_opened["role"]
+        _export(dict(zip(_EXPORTED, (config.url, config.run_id, role, named, recorder.writer_id))))
+        return recorder
+
+
+def _first_use() -> Recorder | Nothing:
+    """record() before init(): a child of a recording process initialises itself; anything else stays off."""
+    global _current
+    with _lock:
+        if _current is not None:
+            return _current
+        if disabled() or not os.environ.get("RLK_LEDGER"):
+            _current = NOTHING
+        elif not os.environ.get("RLK_RUN_ID"):
+            _current = NOTHING
+            _log.warning("RLK_LEDGER is set, RLK_RUN_ID is not and init() was not called: nothing is recorded")
+        else:
+            _current = _self_initialised()
+        return _current
+
+
+def _self_initialised() -> Recorder | Nothing:
+    try:
+        return _open(None, {}, parent_writer=os.environ.get("RLK_PARENT_WRITER") or None)
+    except RlkError as error:
+        if "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("RLK_ON_ERROR") == "raise":
+            raise
+        _log.warning("nothing is recorded by this process: %s", error)
+        return NOTHING
+
+
+def _export(variables: dict[str, str]) -> None:
+    """Lets spawned children find the ledger; close() puts back what was there."""
+    for name, value in variables.items():
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def _restore_environment() -> None:
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
+
+
+def _at_exit() -> None:
+    if isinstance(_current, Recorder):
+        _current.close("exit")
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,278 @@
+"""One frozen Config from the arguments of init() and the environment.
+
+Everything that can be malformed is checked here, before the first event, and answered with one ConfigError. A bucket
+that cannot be reached is not a configuration error: it costs disk, never the job.
+"""
+
+import datetime
+import difflib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rlk_ledger_schemas.errors import ConfigError, EventError, UsageError
+from rlk_ledger_schemas.events import check_fields
+from rlk_ledger_schemas.objects import check_run_id
+from rlk_ledger_sdk.environment import capture
+from rlk_ledger_sdk.redaction import Redaction
+
+SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")
+ROLES = ("rollout", "training", "reference", "reward", "teacher", "router", "replay", "import", "shipper")
+DEFAULT_BUDGET = 4 << 30
+DEFAULT_BLOCK_MS = 5.0
+DEFAULT_EXIT_S = 10.0
+SMALLEST_BUDGET = 1 << 20
+
+OnError = Literal["raise", "warn"]
+Shipper = Literal["process", "inline", "off"]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """How one process records. `run_opened` and `writer_opened` are the checked fields of those two events."""
+
+    url: str
+    run_id: str
+    spool: Path
+    spool_named: str | None
+    redaction: Redaction
+    shipper: Shipper
+    budget_bytes: int
+    block_ms: float
+    exit_s: float
+    on_error: OnError
+    consistency: str
+    run_opened: dict[str, Any]
+    writer_opened: dict[str, Any]
+
+    @property
+    def strict(self) -> bool:
+        """Whether losing an audit event raises."""
+        return self.consistency == "strict"
+
+    @property
+    def recording(self) -> bool:
+        """False under `consistency = off`, where record() costs a branch."""
+        return self.consistency != "off"
+
+
+def disabled() -> bool:
+    """Whether RLK_DISABLE turns everything off."""
+    return os.environ.get("RLK_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+
+
+def load_config(
+    url: str | os.PathLike[str] | None = None,
+    *,
+    run_id: str | None = None,
+    role: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    roles: Mapping[str, int] | None = None,
+    engine: Mapping[str, Any] | str | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    mode: Mapping[str, str] | None = None,
+    redaction: str | None = None,
+    job: Mapping[str, Any] | None = None,
+    lineage: Mapping[str, Any] | None = None,
+    sampling_policy: Mapping[str, Any] | None = None,
+    spool: str | os.PathLike[str] | None = None,
+    shipper: str | None = None,
+    budget_bytes: int | None = None,
+    block_ms: float | None = None,
+    on_error: str | None = None,
+    environment: Mapping[str, Any] | None = None,
+    revision: Mapping[str, Any] | None = None,
+    parent_writer: str | None = None,
+) -> Config | None:
+    """The Config of this process, or None where no URL is given anywhere; raises ConfigError.
+
+    An argument wins over the environment (RLK_LEDGER, RLK_RUN_ID, RLK_ROLE, RLK_SPOOL, RLK_BUDGET_BYTES,
+    RLK_BLOCK_MS, RLK_EXIT_S, RLK_FAST, RLK_CONSISTENCY, RLK_ON_ERROR, RLK_SHIPPER, RLK_REDACTION), which wins over
+    what torchrun and Ray say (rank, world size, run id), which wins over the default.
+    """
+    url = _env("RLK_LEDGER") if url is None else url
+    if url is None:
+        return None
+    role = _choice("role", role or _env("RLK_ROLE") or "training", ROLES)
+    place = _place(rank, world_size)
+    modes = _mode(mode)
+    redact = Redaction.load(redaction or _env("RLK_REDACTION") or "none", _env("RLK_REDACTION_KEY"))
+    where, named = _spool(spool)
+    under_test = "PYTEST_CURRENT_TEST" in os.environ
+    run_opened = {
+        "roles": dict(roles) if isinstance(roles, Mapping) else {role: place[1]} if roles is None else roles,
+        "mode": modes,
+        "job": job,
+        "redaction": redact.mode,
+        "lineage": lineage,
+        "sampling_policy": sampling_policy,
+    }
+    writer_opened = {
+        "role": role,
+        "rank": place[0],
+        "world_size": place[1],
+        "parallel": parallel,
+        "engine": {"name": engine} if isinstance(engine, str) else engine,
+        "parent_writer": parent_writer,
+        "environment": {**capture(), **_mapping("environment", environment)},
+        "revision": revision,
+    }
+    return Config(
+        url=_url(url),
+        run_id=_run_id(run_id),
+        spool=where,
+        spool_named=named,
+        redaction=redact,
+        shipper=_choice("shipper", shipper or _env("RLK_SHIPPER") or "process", ("process", "inline", "off")),  # type: ignore[arg-type]
+        budget_bytes=int(_number("budget_bytes", budget_bytes, "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)),
+        block_ms=_number("block_ms", block_ms, "RLK_BLOCK_MS", DEFAULT_BLOCK_MS, 0),
+        exit_s=_number("exit_s", None, "RLK_EXIT_S", DEFAULT_EXIT_S, 0),
+        on_error=_choice(  # type: ignore[arg-type]
+            "on_error", on_error or _env("RLK_ON_ERROR") or ("raise" if under_test else "warn"), ("raise", "warn")
+        ),
+        consistency=modes["consistency"],
+        run_opened=_checked("run.opened", run_opened),
+        writer_opened=_checked("writer.opened", writer_opened),
+    )
+
+
+def _env(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def _choice(what: str, value: Any, known: tuple[str, ...]) -> str:
+    if value in known:
+        return str(value)
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}."
+    raise ConfigError(f"init: {what} {value!r} is unknown; {hint}")
+
+
+def _number(what: str, value: Any, variable: str, default: float, least: float) -> float:
+    text = _env(variable) if value is None else value
+    source = what if value is not None else variable
+    if text is None:
+        return default
+    try:
+        if isinstance(text, bool):
+            raise ValueError
+        number = float(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"init: {source} must be a number, got {text!r}.") from None
+    if not least <= number < float("inf"):
+        raise ConfigError(f"init: {source} must be at least {least:g}, got {text!r}.")
+    return number
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"init: {what} must be a mapping, got {type(value).__name__}.")
+    return dict(value)
+
+
+def _checked(type_name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    present = {k: v for k, v in fields.items() if v is not None}
+    try:
+        check_fields(type_name, dict(present))
+    except EventError as error:
+        raise ConfigError(f"init: {str(error).removeprefix(type_name + ': ')}") from None
+    return present
+
+
+def _mode(mode: Any) -> dict[str, str]:
+    given = _mapping("mode", mode)
+    unknown = sorted(given.keys() - {"fast", "consistency"})
+    if unknown:
+        raise ConfigError(f"init: mode has no key {unknown[0]!r}; its keys are fast and consistency.")
+    return {
+        "fast": _choice("mode fast", given.get("fast") or _env("RLK_FAST") or "off", ("off", "auto", "strict")),
+        "consistency": _choice(
+            "mode consistency",
+            given.get("consistency") or _env("RLK_CONSISTENCY") or "audit",
+            ("off", "audit", "strict"),
+        ),
+    }
+
+
+def _url(url: Any) -> str:
+    """A ledger URL; a local path becomes absolute, because the shipper runs elsewhere."""
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text or "\n" in text:
+        raise ConfigError(f"init: the ledger URL {url!r} is not a path or a URL such as s3://bucket/prefix.")
+    scheme, sep, rest = text.partition("://")
+    if not sep:
+        if re.match(r"[a-z0-9]{2,}:/", text):
+            raise ConfigError(f"init: the ledger URL {text!r} lacks a slash; write {text.replace(':/', '://', 1)!r}.")
+        return str(Path(text).expanduser().absolute())
+    if scheme not in SCHEMES:
+        near = difflib.get_close_matches(scheme, SCHEMES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}://?" if near else f"known: {', '.join(SCHEMES)}."
+        raise ConfigError(f"init: the ledger URL {text!r} has the unknown scheme {scheme!r}; {hint}")
+    if not rest.strip("/"):
+        raise ConfigError(f"init: the ledger URL {text!r} names no bucket or path.")
+    if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss", "az", "adl"):
+        raise ConfigError("init: the ledger URL holds credentials; put them in the environment, not in the URL.")
+    return text
+
+
+def _run_id(run_id: Any) -> str:
+    if run_id is None:
+        elastic = _env("TORCHELASTIC_RUN_ID")
+        run_id = _env("RLK_RUN_ID") or (elastic if elastic and elastic != "none" else None)
+    if run_id is None:
+        now = datetime.datetime.now(datetime.UTC)
+        run_id = f"run-{now:%Y%m%d-%H%M%S}-{os.urandom(3).hex()}"
+    try:
+        return check_run_id(run_id)
+    except UsageError as error:
+        raise ConfigError(f"init: {error}") from None
+
+
+def _place(rank: Any, world_size: Any) -> tuple[int, int]:
+    """(rank, world size): arguments, else torchrun's RANK and WORLD_SIZE, else Ray Train's context, else 0 of 1."""
+    ray = _ray_place() if rank is None and world_size is None and _env("RANK") is None else None
+    given = (rank, world_size) if ray is None else ray
+    place = []
+    for what, value, variable, default in (("rank", given[0], "RANK", 0), ("world_size", given[1], "WORLD_SIZE", 1)):
+        raw = value if value is not None else _env(variable) if rank is None else None
+        raw = default if raw is None else raw
+        try:
+            place.append(int(raw) if isinstance(raw, str) else raw.__index__())
+        except (ValueError, AttributeError, TypeError):
+            raise ConfigError(f"init: {what} must be an integer, got {raw!r}.") from None
+    if world_size is None and rank is not None:
+        place[1] = max(place[1], place[0] + 1)
+    if not 0 <= place[0] < place[1]:
+        raise ConfigError(f"init: rank {place[0]} is outside a world of {place[1]}; ranks start at 0.")
+    return place[0], place[1]
+
+
+def _ray_place() -> tuple[int, int] | None:
+    train = sys.modules.get("ray.train")
+    try:
+        context = train.get_context() if train is not None else None
+        return None if context is None else (int(context.get_world_rank()), int(context.get_world_size()))
+    except Exception:  # outside a Ray Train worker every version refuses in its own way
+        return None
+
+
+def _spool(spool: Any) -> tuple[Path, str | None]:
+    """(spool directory, file system asked for by name): `nfs:/mnt/x` names a file system that is else refused."""
+    text = _env("RLK_SPOOL") if spool is None else spool
+    if text is None:
+        return Path(f"/var/tmp/rlk-{os.getuid()}"), None
+    if not isinstance(text, str | os.PathLike) or not os.fspath(text):
+        raise ConfigError(f"init: spool must be a directory path, got {text!r}.")
+    path = os.fspath(text)
+    named = re.match(r"([a-z0-9]+):(?=/)", str(path))
+    if named:
+        return Path(str(path)[named.end() :]).absolute(), named[1]
+    return Path(str(path)).expanduser().absolute(), None

@@ -1,0 +1,28 @@
+"""Log-probability lists with holes: engines give None where they computed nothing (the first prompt position)."""
+
+from typing import Any
+
+from rlk_ledger_schemas.metrics import VALUE_CLASSES
+
+_FINITE = VALUE_CLASSES.index("finite")
+_MISSING = VALUE_CLASSES.index("missing")
+
+
+def without_none(event: Any, fields: dict[str, Any], values: Any) -> bool:
+    """Puts `values` back into the fields of a `logprobs` event with NaN for None, and their value classes beside it.
+
+    Returns False, changing nothing, when there is no None to replace.
+    """
+    if event != "logprobs" or not isinstance(values, list | tuple) or all(v is not None for v in values):
+        return False
+    classes = fields.get("value_class")
+    if classes is None:
+        classes = [_FINITE] * len(values)
+    else:
+        classes = list(classes)
+    for position, value in enumerate(values):
+        if value is None and position < len(classes):
+            classes[position] = _MISSING
+    fields["values"] = [float("nan") if v is None else v for v in values]
+    fields["value_class"] = classes
+    return True

@@ -1,0 +1,421 @@
+"""The recorder: from the arguments of record() to a frame in the spool.
+
+One critical section (`_lock`) owns the spool state, the losses and every field below marked (S). Three flags make it
+safe where a Python process is not:
+
+* `_inside` (S): this thread is inside the section. A signal handler or `__del__` that records meanwhile is queued and
+  recorded when the interrupted call leaves the section.
+* `_unsettled` (S): the last section did not end normally, or there is something to write first (the writer's own
+  events, a gap). Set on entry, cleared on success, so an asynchronous exception anywhere is noticed by the next call.
+* `_mark[0]`: false after a fork and after close().
+"""
+
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from rlk_ledger_schemas.arrays import Array
+from rlk_ledger_schemas.codec import encode_payload
+from rlk_ledger_schemas.errors import ConfigError, EventError, FlushTimeout, SpoolError
+from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode
+from rlk_ledger_schemas.frame import SpoolHeader
+from rlk_ledger_sdk.budget import Budget
+from rlk_ledger_sdk.config import Config
+from rlk_ledger_sdk.durability import Durability
+from rlk_ledger_sdk.filesystem import is_network, method_for, name_of
+from rlk_ledger_sdk.forks import NO_PROCESS, new_mark
+from rlk_ledger_sdk.gaps import Losses
+from rlk_ledger_sdk.missing import without_none
+from rlk_ledger_sdk.process import identity, new_writer_id
+from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
+from rlk_ledger_sdk.scope import current_fields, merged
+from rlk_ledger_sdk.spool import Full, SpoolWriter
+
+_log = logging.getLogger("rlk_ledger")
+_wall = time.time_ns
+_mono = time.monotonic_ns
+_set = msgspec.structs.force_setattr
+_revivals: dict[int, threading.RLock] = {}
+_recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
+
+
+class Recorder:
+    """Records the events of one process under one Config. Thread-safe; a forked child becomes a new writer."""
+
+    enabled = True
+
+    def __init__(self, config: Config) -> None:
+        prepare_spool(config)
+        self.config: Config = config
+        self.auditable = True
+        self._closed = False
+        self._warned: set[tuple[str, str]] = set()
+        self._start(parent_writer=None)
+        self._identity.insert(0, ("run.opened", config.run_opened))
+        _recorders.add(self)
+        with self._lock:
+            self._settle_quietly()
+        self._afterwards()
+
+    # -- lifecycle --------------------------------------------------------------------------------------------------
+
+    def _start(self, parent_writer: str | None) -> None:
+        """Becomes a fresh writer of the calling process: new id, lock, spool; nothing is written yet."""
+        config, me = self.config, identity()
+        self.writer_id = new_writer_id()
+        self.directory = config.spool / self.writer_id
+        self._lock = threading.RLock()
+        self._inside = False
+        self._unsettled = True
+        self._losses = Losses()
+        self._exhausted: str | None = None
+        self._deferred: deque[tuple[str, Any, dict[str, Array], Reference]] = deque()
+        self._contracts: dict[str, Reference] = {}
+        self._assigned = {
+            "schema_version": SCHEMA_VERSION,
+            "seq": 0,
+            "wall_ns": 0,
+            "mono_ns": 0,
+            "run_id": config.run_id,
+            "writer_id": self.writer_id,
+        }
+        opened = {**config.writer_opened, "host": me.host, "pid": me.pid}
+        if parent_writer is not None:
+            opened["parent_writer"] = parent_writer
+        self._identity: list[tuple[str, dict[str, Any]]] = [("writer.opened", opened)]
+        self._budget = Budget(self.directory, config.budget_bytes, config.block_ms)
+        self._spool = self._new_spool()
+        self._file_number = -1
+        self._durability: Durability = Durability(config, self.directory)
+        self._redacts = config.redaction.mode != "none"
+        self._mark = new_mark()
+
+    def _new_spool(self) -> SpoolWriter:
+        config, me = self.config, identity()
+        header = SpoolHeader(
+            writer_id=self.writer_id,
+            run_id=config.run_id,
+            ledger_url=config.url,
+            file_number=0,
+            first_seq=0,
+            pid=me.pid,
+            process_start=me.process_start,
+            host=me.host,
+            boot_id=me.boot_id,
+            redaction=config.redaction.mode,
+            redaction_key_id=config.redaction.key_id,
+            consistency=config.consistency,
+            roles=config.run_opened["roles"],
+            opened_wall_us=time.time_ns() // 1000,
+        )
+        return SpoolWriter(self.directory, header, method_for(name_of(str(config.spool))), self._budget)
+
+    def _abandon(self) -> None:
+        """In a forked child: lets go of the parent's file and lock, so that nothing here can reach them."""
+        if not self._closed:
+            self._spool.close()
+            self._mark = NO_PROCESS
+            self._inside = False
+            self._lock = threading.RLock()
+
+    def _alive_here(self) -> bool:
+        """After `_mark[0]` was false: becomes a new writer in a forked child; False once closed."""
+        pid = os.getpid()
+        with _revivals.setdefault(pid, threading.RLock()):
+            if self._closed:
+                self._warn("closed", "", "record() after close(): nothing is recorded until init() is called again")
+                return False
+            if not self._mark[0]:
+                self._abandon()
+                self._start(parent_writer=self.writer_id)
+        return True
+
+    # -- the hot path -----------------------------------------------------------------------------------------------
+
+    def record(self, event: str | Event, /, **fields: Any) -> Reference:
+        """Records one event; see rlk_ledger.record."""
+        return self.emit(event, fields)
+
+    def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
+        """record() with the keyword arguments as a dict, which is consumed."""
+        if not self._mark[0] and not self._alive_here():
+            return NOT_RECORDED
+        scoped = current_fields()
+        values = fields.get("values")
+        try:
+            if type(event) is not str:
+                event, fields = _typed(event, fields)
+            if scoped is not None:
+                fields = merged(scoped, fields)
+            try:
+                wire, arrays = check_fields(event, fields, self._assigned)
+            except EventError:
+                if not without_none(event, fields, values):
+                    raise
+                wire, arrays = check_fields(event, fields, self._assigned)
+            if self._redacts:
+                arrays = self.config.redaction.apply(event, wire, arrays)
+            reference = self._append(event, wire, arrays)
+        except EventError as error:
+            return self._rejected(event, error)
+        except SpoolError:
+            raise
+        except Exception as error:
+            return self._failed(event, error)
+        if self._deferred or self._file_number != self._spool.number:
+            self._afterwards()
+        return reference
+
+    def _append(self, name: str, wire: Any, arrays: dict[str, Array]) -> Reference:
+        """Stores one checked event: the critical section."""
+        contract_id = None
+        if name == "contract.declared":
+            contract_id = wire.contract_id
+            if (known := self._contracts.get(contract_id)) is not None:
+                return known
+        with self._lock:
+            if self._inside:
+                return self._defer(name, wire, arrays, contract_id)
+            spool = self._spool
+            payload = b""
+            try:
+                self._inside = True
+                if self._unsettled:
+                    self._settle()
+                self._unsettled = True
+                seq = spool.at[1]
+                _set(wire, "seq", seq)
+                _set(wire, "wall_ns", _wall())
+                _set(wire, "mono_ns", _mono())
+                payload = encode_payload(encode(wire), arrays)
+                spool.put(payload)
+                self._unsettled = False
+            except Full as full:
+                self._drop(name, full, len(payload) or _size(arrays))
+                return Reference(self.writer_id, None, contract_id)
+            finally:
+                self._inside = False
+        reference = Reference(self.writer_id, seq, contract_id)
+        if contract_id is not None:
+            self._contracts[contract_id] = reference
+        return reference
+
+    # -- inside the critical section --------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Repairs what an exception left, then writes what comes first: the writer's own events, then a gap."""
+        self._spool.resync()
+        self._losses.settle(self._spool.at[1])
+        if self._exhausted is not None and not self._budget.worth_a_try():
+            raise Full(self._exhausted)
+        while self._identity:
+            self._put(*self._identity[0])
+            self._identity.pop(0)
+        if self._losses:
+            self._state_losses(reserved=False)
+        self._exhausted = None
+        self._losses.total = 0
+
+    def _settle_quietly(self) -> None:
+        """Settles now, as far as there is room."""
+        if self._inside:
+            return
+        try:
+            self._inside = True
+            self._settle()
+            self._unsettled = False
+        except Full as full:
+            self._exhausted = str(full)
+            self._warn("full", "", f"{full}; events are dropped and counted until there is room")
+        finally:
+            self._inside = False
+
+    def _put(self, name: str, fields: dict[str, Any]) -> None:
+        self._spool.put(self._encoded(name, fields))
+
+    def _encoded(self, name: str, fields: dict[str, Any]) -> bytes:
+        assigned = {**self._assigned, "seq": self._spool.at[1], "wall_ns": _wall(), "mono_ns": _mono()}
+        wire, arrays = check_fields(name, dict(fields), assigned)
+        return encode_payload(encode(wire), arrays)
+
+    def _state_losses(self, reserved: bool) -> None:
+        """Writes the gap event of the pending losses, in reserved room or in ordinary room (raises Full)."""
+        payload = self._encoded("gap", self._losses.fields(self._spool.at[1]))
+        if not reserved:
+            self._spool.put(payload)
+        elif not self._spool.put_reserved(payload):
+            return
+        self._losses.clear()
+
+    def _drop(self, name: str, full: Full, nbytes: int) -> None:
+        """No room: consumes a sequence number, states it in a gap event, and raises for audit events when strict."""
+        kind = "bulk" if REGISTRY[name].arrays else "audit"
+        self._exhausted = str(full)
+        self._lose(kind, nbytes, str(full), name, reserved=True)
+        self._warn("full", "", f"{full}; events are dropped and counted until there is room")
+        if kind == "audit":
+            self.auditable = False
+            if self.config.strict:
+                raise SpoolError(f"{full}; {name} was not recorded and consistency is strict")
+
+    def _lose(self, kind: str, nbytes: int, reason: str, event_type: str | None, reserved: bool) -> None:
+        self._losses.add(self._spool.at[1], kind, nbytes, reason[:500], event_type)
+        self._spool.skip()
+        if not reserved or self._losses.due:
+            self._state_losses(reserved)
+
+    # -- around the critical section --------------------------------------------------------------------------------
+
+    def _defer(self, name: str, wire: Any, arrays: dict[str, Array], contract_id: str | None) -> Reference:
+        reference = Reference(self.writer_id, None, contract_id)
+        self._deferred.append((name, wire, arrays, reference))
+        return reference
+
+    def _afterwards(self) -> None:
+        """What a record() owes after it left the critical section: queued events, a look at the shipper on a roll."""
+        if self._inside:
+            return
+        while self._deferred:
+            try:
+                name, wire, arrays, reference = self._deferred.popleft()
+            except IndexError:  # another thread took it
+                return
+            reference.seq = self._append(name, wire, arrays).seq
+        if self._file_number != self._spool.number:
+            self._file_number = self._spool.number
+            self._durability.ensure_shipper()
+
+    def _rejected(self, event: Any, error: EventError) -> Reference:
+        """A malformed event: raises under tests; else one warning per kind of mistake and a gap event."""
+        if self.config.on_error == "raise":
+            raise error
+        name = event if isinstance(event, str) else type(event).__name__
+        kind = re.sub(r"\d+|'[^']*'", "", str(error))[:80]
+        self._warn(f"rejected {name}", kind, f"record({name!r}) was refused and a gap event says so: {error}")
+        return self._gap("rejected", str(error), name)
+
+    def _failed(self, event: Any, error: Exception) -> Reference:
+        """An error of the recorder itself: never into the job, always into the ledger, and raised under tests."""
+        name = event if isinstance(event, str) else type(event).__name__
+        reason = f"{type(error).__name__}: {error}"
+        self._warn("internal", reason[:80], f"record({name!r}) failed inside the recorder: {reason}")
+        reference = self._gap("internal", reason, name)
+        if self.config.on_error == "raise":
+            raise error
+        return reference
+
+    def _gap(self, kind: str, reason: str, event_type: str) -> Reference:
+        try:
+            with self._lock:
+                if not self._inside:
+                    self._lose_one(kind, reason, event_type)
+        except Exception as error:
+            self._warn("gap", "", f"a gap event could not be written ({error}); it follows when it can")
+        return Reference(self.writer_id, None)
+
+    def _lose_one(self, kind: str, reason: str, event_type: str) -> None:
+        try:
+            self._inside = True
+            if self._unsettled:
+                self._settle()
+            self._unsettled = True
+            self._lose(kind, 0, reason, event_type[:500], reserved=False)
+            self._unsettled = False
+        except Full as full:
+            self._exhausted = str(full)
+            self._lose(kind, 0, reason, event_type[:500], reserved=True)
+        finally:
+            self._inside = False
+
+    def _warn(self, kind: str, detail: str, message: str) -> None:
+        if (kind, detail) not in self._warned and len(self._warned) < 100:
+            self._warned.add((kind, detail))
+            _log.warning("%s", message)
+
+    # -- flush and close --------------------------------------------------------------------------------------------
+
+    def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
+        """Waits until everything recorded so far has reached `level`; see rlk_ledger.flush."""
+        if self._mark[0] or self._alive_here():
+            self._afterwards()
+            with self._lock:
+                self._settle_quietly()
+        return self._durability.wait(level, self._spool.at[1] - 1, timeout)
+
+    def close(self, reason: str = "close", timeout: float | None = None) -> None:
+        """Writes `writer.closed`, asks the shipper for the rest and waits at most `timeout` s (RLK_EXIT_S)."""
+        if self._closed:
+            return
+        if self._mark[0]:
+            self._afterwards()
+            closed, arrays = check_fields("writer.closed", {"reason": reason}, self._assigned)
+            self._append("writer.closed", closed, arrays)
+        here = bool(self._mark[0])
+        self._closed = True
+        self._mark = NO_PROCESS
+        if here:
+            self._wait_for_shipper(self.config.exit_s if timeout is None else timeout)
+            with self._lock:
+                if not self._inside:
+                    self._spool.close()
+
+    def _wait_for_shipper(self, timeout: float) -> None:
+        if self.config.shipper == "off":
+            return
+        try:
+            self._durability.wait("committed", self._spool.at[1] - 1, timeout)
+        except FlushTimeout as error:
+            self._warn("close", "", str(error))
+        except Exception as error:
+            self._warn("close", "", f"close() could not wait for the shipper: {error}")
+
+
+def prepare_spool(config: Config) -> None:
+    """Makes the spool directory (mode 0700) and refuses one that cannot hold a spool; raises ConfigError."""
+    path = config.spool
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+        kind = name_of(str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"init: the spool {path} cannot be made ({error.strerror}); set RLK_SPOOL to a local directory."
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"init: the spool {path} is not writable; set RLK_SPOOL to a local directory.")
+    if owner != os.getuid() and path.name == f"rlk-{os.getuid()}":
+        raise ConfigError(f"init: the spool {path} belongs to user {owner}; set RLK_SPOOL to a directory of your own.")
+    if is_network(kind) and config.spool_named != kind:
+        raise ConfigError(
+            f"init: the spool {path} is on {kind}, whose locks and cache lose events; use a local disk, or ask for it "
+            f"by name with RLK_SPOOL={kind}:{path}."
+        )
+
+
+def _typed(event: Any, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(event, Event):
+        raise EventError(
+            f"record() takes an event type or an event, got {type(event).__module__}.{type(event).__name__}."
+        )
+    if fields:
+        raise EventError(f"record({type(event).__name__}(...)) takes no further fields, got {min(fields)!r}.")
+    return event.TYPE, event.fields()
+
+
+def _size(arrays: dict[str, Array]) -> int:
+    return sum(len(array.data) for array in arrays.values())
+
+
+def _after_fork_in_child() -> None:
+    for recorder in list(_recorders):
+        recorder._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

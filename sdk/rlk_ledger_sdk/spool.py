@@ -1,0 +1,260 @@
+"""One writer's spool: a directory of preallocated files, frames appended so that they become valid in order.
+
+Every mutable field is owned by the recorder's critical section. The order that makes a kill or an asynchronous
+exception at any instruction harmless:
+
+1. frame: body, checksum, **length word**, then `at`. A frame whose length word is stored counts, and `resync` moves
+   `at` past it when the exception fell between the two.
+2. roll: the new file is complete under a temporary name (`_fresh`), is renamed, and only then adopted. `resync`
+   adopts a renamed file and forgets one that was not renamed.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+from google_crc32c import extend
+
+from rlk_ledger_schemas.errors import EventError, SpoolError
+from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, encode_header, read_frame
+from rlk_ledger_sdk.budget import Budget
+from rlk_ledger_sdk.filesystem import Method
+
+FIRST_FILE = 1 << 20
+LARGEST_FILE = 64 << 20
+RESERVE = 32 << 10
+"""Bytes at the end of every file that only gap events may use, so that a loss can be stated when nothing else fits."""
+MAX_PAYLOAD = (1 << 32) - 16
+"""Bytes one event may have: its length word has 32 bits."""
+_PAGE = 4096
+_U32 = struct.Struct("<I")
+_put_u32 = _U32.pack_into
+_pack_u64 = struct.Struct("<Q").pack
+
+
+class Full(SpoolError):
+    """No room for this event now: the budget is used up or the disk is full."""
+
+
+class _File(msgspec.Struct, gc=False):
+    """An open spool file and everything that depends on which file is open."""
+
+    path: Path
+    number: int
+    fd: int
+    size: int
+    start: int
+    seed: int
+    first_seq: int
+    map: mmap.mmap | None
+
+    def close(self) -> None:
+        if self.map is not None:
+            self.map.close()
+            self.map = None
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+class SpoolWriter:
+    """Appends payloads to the files of `directory`; `at` is (offset of the next frame, its sequence number).
+
+    Raises Full when neither the budget nor the disk has room; nothing is written then.
+    """
+
+    def __init__(self, directory: Path, header: SpoolHeader, method: Method, budget: Budget) -> None:
+        self.at: tuple[int, int] = (0, header.first_seq)
+        self._directory = directory
+        self._header = header
+        self._method = method
+        self._budget = budget
+        self._file: _File | None = None
+        self._fresh: _File | None = None
+        self._map: mmap.mmap | None = None
+        self._seed = 0
+        self._limit = 0
+        self._reach = 0
+        self._next_size = FIRST_FILE
+        self.number = header.file_number - 1
+
+    def put(self, payload: bytes) -> None:
+        """Appends one frame; it is there when this returns, for any kill after that. Raises Full."""
+        length = len(payload)
+        offset, seq = self.at
+        end = offset + ((length + FRAME_HEAD + 7) & ~7)
+        if end > self._limit:
+            self._roll(end - offset)
+            offset, seq = self.at
+            end = offset + ((length + FRAME_HEAD + 7) & ~7)
+        crc = extend(extend(self._seed, _pack_u64(offset)), payload)
+        self._reach = end
+        data = self._map
+        if data is None:
+            self._pwrite(offset, crc, payload)
+        else:
+            data[offset + 8 : offset + 8 + length] = payload
+            _put_u32(data, offset + 4, crc)
+            _put_u32(data, offset, length)
+        self.at = (end, seq + 1)
+
+    def put_reserved(self, payload: bytes) -> bool:
+        """Appends a gap event in the room kept for it; False when even that is used up."""
+        file = self._file
+        if file is None or self.at[0] + FRAME_HEAD + len(payload) + 7 > file.size:
+            return False
+        self._limit = file.size
+        try:
+            self.put(payload)
+        except Full:
+            return False
+        finally:
+            self._limit = file.size - RESERVE
+        return True
+
+    def skip(self) -> int:
+        """Consumes one sequence number that holds nothing; returns it."""
+        offset, seq = self.at
+        self.at = (offset, seq + 1)
+        return seq
+
+    def resync(self) -> None:
+        """Makes the state agree with the bytes after an exception left the critical section half-way."""
+        fresh = self._fresh
+        if fresh is not None:
+            if fresh.path.exists():
+                self._adopt(fresh)
+            else:
+                self._fresh = None
+                fresh.close()
+        file = self._file
+        if file is None:
+            return
+        self._limit = file.size - RESERVE
+        offset, seq = self.at
+        tail = self._read(file, offset, max(self._reach - offset, 8))
+        length = _U32.unpack_from(tail)[0]
+        payload = self._frame_at(file, offset, length)
+        if payload is not None:
+            self.at = (offset + ((length + FRAME_HEAD + 7) & ~7), seq + 1)
+        elif tail.strip(b"\0"):
+            self._write(file, offset, bytes(len(tail)))
+
+    def close(self) -> None:
+        """Closes the open file; the bytes stay for the shipper."""
+        file, self._file, self._map, self._limit = self._file, None, None, 0
+        if file is not None:
+            file.close()
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def _roll(self, need: int) -> None:
+        size = self._size_for(need)
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._fresh = fresh = self._prepare(self.number + 1, size)
+            self._temporary(fresh.number).rename(fresh.path)
+        except OSError as error:
+            raise Full(f"no spool file of {size} bytes in {self._directory}: {error.strerror}") from None
+        self._adopt(fresh)
+
+    def _size_for(self, need: int) -> int:
+        """Bytes of the next file: the growth schedule, or what one large event needs, or what the budget leaves."""
+        if need > MAX_PAYLOAD:
+            raise EventError(f"an event of {need} bytes is larger than 4 GiB; record it in parts.")
+        last_seq = self.at[1] - 1
+        if self._file is not None:
+            self._budget.finished(self._file.path, self._file.size, last_seq)
+        least = -(-(need + RESERVE + _PAGE) // _PAGE) * _PAGE
+        size = max(self._next_size, least)
+        while not self._budget.fits(size, last_seq):
+            if size <= max(FIRST_FILE, least):
+                if self._budget.wait(size, last_seq):
+                    break
+                raise Full(f"the spool budget is used up ({size} more bytes do not fit) in {self._directory}")
+            size = max(FIRST_FILE, least, size // 2)
+        return size
+
+    def _prepare(self, number: int, size: int) -> _File:
+        """A complete spool file under its temporary name: allocated, header written, mapped."""
+        first_seq = self.at[1]
+        header = encode_header(msgspec.structs.replace(self._header, file_number=number, first_seq=first_seq))
+        path = self._temporary(number)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            os.pwrite(fd, header, 0)
+            data = mmap.mmap(fd, size) if self._method == "mmap" else None
+            if data is not None:
+                os.close(fd)  # a mapping keeps a descriptor of its own
+                fd = -1
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+                path.unlink()
+            raise
+        final = self._directory / f"{number:08d}.spool"
+        seed = crc_seed(self._header.writer_id, number)
+        return _File(final, number, fd, size, len(header), seed, first_seq, data)
+
+    def _adopt(self, fresh: _File) -> None:
+        """Switches to a renamed file; running it twice is the same as once."""
+        old = self._file
+        self.at = (fresh.start, fresh.first_seq)
+        self._file = fresh
+        self._map = fresh.map
+        self._seed = fresh.seed
+        self.number = fresh.number
+        self._limit = fresh.size - RESERVE
+        self._reach = 0
+        self._next_size = min(max(fresh.size, FIRST_FILE) * 2, LARGEST_FILE)
+        self._fresh = None
+        if old is not None and old is not fresh:
+            old.close()
+
+    def _temporary(self, number: int) -> Path:
+        return self._directory / f".{number:08d}.tmp"
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def _pwrite(self, offset: int, crc: int, payload: bytes) -> None:
+        """A frame without a mapping: body first, length word last. A full disk ends the file where it is valid."""
+        file = self._file
+        assert file is not None
+        try:
+            self._write(file, offset + 4, _U32.pack(crc) + payload)
+            self._write(file, offset, _U32.pack(len(payload)))
+        except OSError as error:
+            file.size = offset
+            self._limit = offset - RESERVE
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fd, offset)
+            raise Full(f"no room for {len(payload)} bytes in {file.path}: {error.strerror}") from None
+
+    @staticmethod
+    def _write(file: _File, offset: int, data: bytes) -> None:
+        if file.map is not None:
+            file.map[offset : offset + len(data)] = data
+            return
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(file.fd, view, offset)
+            view, offset = view[done:], offset + done
+
+    @staticmethod
+    def _read(file: _File, offset: int, size: int) -> bytes:
+        if file.map is not None:
+            return file.map[offset : offset + size].ljust(8, b"\0")
+        return os.pread(file.fd, size, offset).ljust(8, b"\0")
+
+    def _frame_at(self, file: _File, offset: int, length: int) -> bytes | None:
+        if length == 0 or offset + FRAME_HEAD + length > file.size:
+            return None
+        if file.map is not None:
+            return read_frame(file.map, offset, file.seed)
+        crc, payload = _U32.unpack_from(self._read(file, offset + 4, 8))[0], self._read(file, offset + 8, length)
+        same = int(extend(extend(file.seed, _pack_u64(offset)), payload[:length])) == crc
+        return payload[:length] if same else None

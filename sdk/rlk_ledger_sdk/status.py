@@ -1,0 +1,51 @@
+"""The files a writer and the shipper exchange inside the spool: status, flush request, shipper lock."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What the shipper says about one writer: the last sequence number synced and committed, and its last error."""
+
+    synced: int = -1
+    committed: int = -1
+    shipped_bytes: int = 0
+    error: str | None = None
+    shipper: str | None = None
+    wall_us: int = 0
+
+
+def read_status(directory: Path) -> Status:
+    """`status.json` of one writer's directory; the default Status where there is none yet or it does not parse."""
+    try:
+        return msgspec.json.decode((directory / "status.json").read_bytes(), type=Status)
+    except (OSError, msgspec.MsgspecError):
+        return Status()
+
+
+def request_flush(directory: Path, seq: int) -> None:
+    """Asks the shipper to ship everything up to `seq` now; atomic, the last request wins, a full disk loses it."""
+    fresh = directory / ".flush.tmp"
+    with contextlib.suppress(OSError):
+        fresh.write_text(str(seq))
+        fresh.replace(directory / "flush")
+
+
+def lock_is_free(spool: Path) -> bool:
+    """Whether no shipper holds this spool directory's lock at this instant."""
+    try:
+        fd = os.open(spool / "shipper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(fd)
