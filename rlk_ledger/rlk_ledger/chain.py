@@ -26,9 +26,16 @@ class Forked(StoreError):
 
 
 class Ending(NamedTuple):
-    """How a writer ended without saying so: its process is dead; bytes of its spool that were no frame."""
+    """How a writer ended without saying so.
+
+    `lost_bytes` counts bytes of its spool that were no event, `last_seq` is the last number recovered (-1 for none).
+    `dead` is false for a writer that lives, or closed, and whose spool holds bytes that are no event.
+    """
 
     lost_bytes: int
+    last_seq: int = -1
+    reason: str = "its process is dead"
+    dead: bool = True
 
 
 class Draft(NamedTuple):
@@ -145,7 +152,7 @@ def writer_ranges(records: Iterable[Record], endings: Mapping[str, Ending]) -> t
                 gaps=dropped.get(writer_id),
                 lost_bytes=(ending.lost_bytes or None) if ending else None,
                 closed=True if writer_id in closed else None,
-                dead=True if ending else None,
+                dead=True if ending and ending.dead else None,
             )
         )
     return tuple(out)

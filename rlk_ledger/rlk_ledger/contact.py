@@ -38,14 +38,16 @@ class Contact(NamedTuple):
 def meet(store: Store, declared: RunInfo, strict: bool = False, ledger_id: str | None = None) -> Contact:
     """Creates or adopts ledger.json and the run's run.json.
 
-    `declared` is what this process knows of the run (its ledger_id is filled in here). `ledger_id` pins an identity
-    for a ledger that does not exist yet. Raises StoreError, Ignored when `strict` and the store ignores
-    put-if-absent, LedgerError when what is there cannot be read or is another ledger.
+    `declared` is what this process knows of the run (its ledger_id is filled in here). `ledger_id` pins the
+    identity: a new ledger gets it, an existing one must have it. Raises StoreError, Ignored when
+    `strict` and the store ignores put-if-absent, LedgerError when what is there is unreadable or another ledger.
     """
     ledger_bytes = _read(store, layout.LEDGER)
     if ledger_bytes is None:
         ledger_bytes = _create_ledger(store, strict, ledger_id)
     ledger = _decoded(decode_ledger, ledger_bytes, store, layout.LEDGER)
+    if ledger_id is not None and ledger.ledger_id != ledger_id:
+        raise LedgerError(f"{store.url} is ledger {ledger.ledger_id}, this writer was given ledger {ledger_id}.")
     if strict and ledger.put_if_absent == "ignored":
         raise Ignored(_ignored(store))
     path = layout.run_json(declared.run_id)

@@ -1,0 +1,233 @@
+"""One run's way out of the spool: events wait here, leave as segments, and count as committed after their receipt.
+
+Ownership: `pending` and `endings` belong to the thread that scans; a `Batch` belongs to whoever ships it; `committed`
+changes inside `ship` only, which one thread runs at a time.
+"""
+
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rlk_ledger.build import event
+from rlk_ledger.chain import Chain, Draft, Ending, Forked, held_ranges
+from rlk_ledger.contact import Contact, meet
+from rlk_ledger.ledger import Run
+from rlk_ledger.records import Record
+from rlk_ledger.segments import SEGMENT_BYTES
+from rlk_ledger.store import Store, open_store
+from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import RlkError
+from rlk_ledger_schemas.frame import SpoolHeader
+from rlk_ledger_schemas.objects import FORMAT, Receipt, RunInfo
+
+ROLL_S = 600.0
+"""Seconds after which waiting events leave although they do not fill a segment."""
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 60.0
+
+
+class Batch(NamedTuple):
+    """Events that leave together, and the writers found dead by the time their last event left."""
+
+    records: list[Record]
+    endings: dict[str, Ending]
+
+
+class Outbox:
+    """Ships the events of one run of one ledger."""
+
+    def __init__(
+        self, header: SpoolHeader, open_: Callable[[str], Store] = open_store, shipper: str | None = None
+    ) -> None:
+        self.url = header.ledger_url
+        self.run_id = header.run_id
+        self.pending: list[Record] = []
+        self.pending_bytes = 0
+        self.endings: dict[str, Ending] = {}
+        self.committed: dict[str, list[tuple[int, int]]] = {}
+        self.stated: set[str] = set()
+        self.error: str | None = None
+        self.failures = 0
+        self.retry_at = 0.0
+        self.chain: Chain | None = None
+        self.inflight: Batch | None = None
+        self._header = header
+        self._open = open_
+        self._shipper = shipper
+        self._draft: Draft | None = None
+        self._since = 0.0
+        self._said = 0  # events the shipper itself wrote in this chain and that are committed
+        self._replaces: str | None = None
+
+    # -- the scanning side -------------------------------------------------------------------------------------------
+
+    def add(self, records: list[Record], size: int) -> None:
+        """Appends events read from a spool."""
+        if records and not self.pending:
+            self._since = time.monotonic()
+        self.pending += records
+        self.pending_bytes += size
+
+    def room(self) -> int:
+        """Payload bytes this outbox still takes: a bucket that does not answer must not fill the memory."""
+        return max(0, SEGMENT_BYTES - self.pending_bytes)
+
+    def due(self, flush: bool) -> bool:
+        """Whether something should leave now."""
+        if self.inflight is not None:
+            return True
+        waiting = bool(self.pending or self.endings)
+        old = bool(self.pending) and time.monotonic() - self._since >= ROLL_S
+        return waiting and (flush or old or bool(self.endings) or self.pending_bytes >= SEGMENT_BYTES)
+
+    def take(self) -> None:
+        """Moves the next segment's worth of events into `inflight`, unless something is in flight already."""
+        if self.inflight is not None:
+            return
+        size = count = 0
+        for record in self.pending:
+            weight = len(record.envelope) + sum(len(a.data) for a in record.arrays.values())
+            if count and size + weight > SEGMENT_BYTES:
+                break
+            size, count = size + weight, count + 1
+        batch, self.pending = self.pending[:count], self.pending[count:]
+        self.pending_bytes = self.pending_bytes - size if self.pending else 0
+        endings = {} if self.pending else self.endings
+        self.endings = self.endings if self.pending else {}
+        self.inflight = Batch(batch, endings)
+
+    def committed_up_to(self, writer_id: str) -> int:
+        """The last committed number of a writer, -1 before the first."""
+        held = self.committed.get(writer_id)
+        return held[-1][1] if held else -1
+
+    # -- the shipping side -------------------------------------------------------------------------------------------
+
+    def ship(self) -> bool:
+        """Tries to commit what is in flight; False leaves it there, with `error` and `retry_at` set."""
+        try:
+            self._ship()
+        except RlkError as error:
+            self.error = str(error)
+        except Exception as error:  # a defect here must not end the process that other runs depend on
+            self.error = f"internal error while shipping run {self.run_id!r}: {type(error).__name__}: {error}"
+        else:
+            self.error, self.failures, self.retry_at = None, 0, 0.0
+            return True
+        self.failures += 1
+        pause = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 10))
+        self.retry_at = time.monotonic() + pause * random.uniform(0.5, 1.5)
+        return False
+
+    def forget(self) -> None:
+        """Drops what receipts said: another shipper may have written since, so the next `ship` reads them again."""
+        self.chain, self._draft = None, None
+
+    def _ship(self) -> None:
+        batch = self.inflight
+        if batch is None:
+            return
+        chain = self.chain or self._connect(batch)
+        for _ in range(8):
+            self._draft = self._draft or self._compose(chain, batch)
+            if self._draft is None:
+                break
+            try:
+                receipt = chain.publish(self._draft)
+            except Forked:
+                self._replaces, self._said, self._draft = chain.renew(), 0, None
+                continue
+            self._commit(receipt)
+            break
+        else:
+            raise RlkError(
+                f"eight shipper identities of run {self.run_id!r} are taken at {self.url}; is a copy running?"
+            )
+        self.inflight, self._draft = None, None
+
+    def _connect(self, batch: Batch) -> Chain:
+        store = self._open(self.url)
+        header = self._header
+        contact = meet(store, declared(header, batch.records), header.consistency == "strict", header.ledger_id)
+        self._adopt_receipts(store, contact)
+        self.chain = Chain(store, contact, self._shipper)
+        self._shipper, self._said = None, 0
+        return self.chain
+
+    def _adopt_receipts(self, store: Store, contact: Contact) -> None:
+        self.committed = {}
+        for receipt in Run(store, contact.run.run_id).receipts:
+            self._note(receipt)
+
+    def _compose(self, chain: Chain, batch: Batch) -> Draft | None:
+        records = [r for r in batch.records if not self._has(r.writer_id, r.seq)]
+        endings = {w: e for w, e in batch.endings.items() if w not in self.stated}
+        records += self._statements(chain, endings)
+        return chain.draft(records, endings) if records else None
+
+    def _has(self, writer_id: str, seq: int) -> bool:
+        return any(first <= seq <= last for first, last in self.committed.get(writer_id, ()))
+
+    def _statements(self, chain: Chain, endings: dict[str, Ending]) -> list[Record]:
+        """What the shipper itself has to say, as events of a writer that bears the shipper's id."""
+        events: list[tuple[str, dict[str, Any]]] = []
+        if (endings or self._replaces) and self._said == 0:
+            labels = {"replaces": self._replaces, "reason": "fork_detected"} if self._replaces else None
+            opened = {"role": "shipper", "rank": 0, "world_size": 1, "host": socket.gethostname(), "labels": labels}
+            events.append(("writer.opened", opened))
+        for writer_id, ending in sorted(endings.items()):
+            lost = {"writer": writer_id, "reason": ending.reason, "last_seq": ending.last_seq}
+            events.append(("writer.lost", {**lost, "bytes_left": ending.lost_bytes}))
+        wall, mono = time.time_ns(), time.monotonic_ns()
+        return [
+            event(self.run_id, chain.shipper, self._said + i, name, wall_ns=wall, mono_ns=mono, **fields)
+            for i, (name, fields) in enumerate(events)
+        ]
+
+    def _commit(self, receipt: Receipt) -> None:
+        self._note(receipt)
+        own = [w for w in receipt.writers if w.writer_id == receipt.shipper]
+        self._said = own[0].last + 1 if own else self._said
+        self._replaces = None
+
+    def _note(self, receipt: Receipt) -> None:
+        for writer in receipt.writers:
+            held = self.committed.setdefault(writer.writer_id, [])
+            held.extend(held_ranges(writer))
+            held[:] = _merged(held)
+            if writer.dead:
+                self.stated.add(writer.writer_id)
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if out and first <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], max(last, out[-1][1]))
+        else:
+            out.append((first, last))
+    return out
+
+
+def declared(header: SpoolHeader, records: list[Record]) -> RunInfo:
+    """What this writer knows of its run: its `run.opened` event where the batch holds one, else its spool header."""
+    opened: dict[str, Any] = {}
+    for record in records:
+        fields = decode_envelope(record.envelope)
+        if fields["type"] == "run.opened":
+            opened = fields
+            break
+    mode = opened.get("mode") or ({} if header.consistency == "off" else {"consistency": header.consistency})
+    return RunInfo(
+        format=FORMAT,
+        ledger_id="",
+        run_id=header.run_id,
+        roles=dict(opened.get("roles") or header.roles or {}),
+        mode=dict(mode),
+        redaction=header.redaction,  # type: ignore[arg-type]
+        redaction_key_id=header.redaction_key_id,
+        created_us=header.opened_wall_us,
+        lineage=opened.get("lineage"),
+    )

@@ -1,0 +1,153 @@
+"""Running a shipper: election by lock, the process and its loop, and the inline mode of tests and notebooks."""
+
+import contextlib
+import fcntl
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rlk_ledger.shipper import Shipper
+from rlk_ledger.spools import WriterSpool
+from rlk_ledger.store import Store, open_store
+from rlk_ledger_schemas.errors import SpoolError
+
+LOCK = "shipper.lock"
+LINGER_S = 5.0
+"""How long a shipper that has nothing to do stays, so that the next writer finds it."""
+GIVE_UP = 60
+"""Failed attempts in a row (about an hour) after which a shipper without live writers leaves the spool to `recover`."""
+_BUSY_S = 0.05
+_IDLE_S = 0.25
+_WORKERS = 4
+
+
+@contextlib.contextmanager
+def elected(spool: Path, wait_s: float = 1.0) -> Iterator[int | None]:
+    """Holds the spool's shipper lock: yields its descriptor, or None when another shipper serves the spool.
+
+    Waits up to `wait_s`, because writers hold the lock for an instant to see whether it is free. Raises SpoolError.
+    """
+    try:
+        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(spool / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SpoolError(f"cannot use the spool directory {spool}: {error.strerror}.") from error
+    try:
+        yield fd if _locked(fd, wait_s) else None
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02 * random.uniform(0.5, 1.5))
+        else:
+            return True
+
+
+def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, linger_s: float = LINGER_S) -> int:
+    """Ships until told to stop, or until idle for `linger_s` seconds; 0, or 1 when it gave up on a bucket.
+
+    Returns 0 at once when another shipper serves the spool.
+    """
+    stop = stop or threading.Event()
+    with elected(spool) as lock:
+        if lock is None:
+            return 0
+        shipper = Shipper(spool, workers=_WORKERS)
+        _claim(lock, shipper)
+        try:
+            return _loop(shipper, until_idle, stop, linger_s)
+        finally:
+            shipper.close()
+
+
+def _loop(shipper: Shipper, until_idle: bool, stop: threading.Event, linger_s: float) -> int:
+    idle_since = time.monotonic()
+    while not stop.is_set():
+        busy = shipper.cycle(flush=until_idle and not _live(shipper))
+        if busy or not shipper.idle():
+            idle_since = time.monotonic()
+        elif until_idle and time.monotonic() - idle_since >= linger_s:
+            return 0
+        if until_idle and shipper.failing_for() >= GIVE_UP and not _live(shipper):
+            return 1
+        stop.wait(_BUSY_S if busy or time.monotonic() - idle_since < 1.0 else _IDLE_S)
+    shipper.cycle(flush=True)
+    return 0
+
+
+def _live(shipper: Shipper) -> bool:
+    return any(w.alive is True and not w.closed for w in shipper.writers.values() if w.header is not None)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The shipper process."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m rlk_ledger.shipper", description=__doc__)
+    parser.add_argument("--spool", type=Path, required=True, help="the spool directory to serve")
+    parser.add_argument("--until-idle", action="store_true", help="leave when all is shipped and no writer lives")
+    options = parser.parse_args(argv)
+    _keep_out_of_the_way()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    return serve(options.spool, options.until_idle, stop)
+
+
+def _keep_out_of_the_way() -> None:
+    """Lowest priority, any processor: the job's cores are the job's."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+_inline: dict[Path, tuple[int, Shipper]] = {}
+
+
+def ship_once(
+    spool: Path, wait_s: float = 10.0, open_: Callable[[str], Store] = open_store, keep: bool = True
+) -> list[str]:
+    """Ships, in this process and now, what this process and dead writers left in `spool`; returns what went wrong.
+
+    Waits up to `wait_s` for another process that ships. With `keep` the chain is continued by the next call.
+    """
+    spool = spool.absolute()
+    with elected(spool, wait_s) as lock:
+        if lock is None:
+            return [f"another shipper serves {spool}"]
+        pid, shipper = _inline.get(spool, (0, None))
+        if shipper is None or pid != os.getpid():
+            shipper = Shipper(spool, open_, only=_mine)
+        if keep:
+            _inline[spool] = (os.getpid(), shipper)
+        else:
+            _inline.pop(spool, None)
+        if os.pread(lock, 256, 0) != shipper.holder:
+            shipper.forget_receipts()
+        _claim(lock, shipper)
+        shipper.cycle(flush=True)
+        return shipper.errors()
+
+
+def _claim(lock: int, shipper: Shipper) -> None:
+    """Marks the lock file: whoever held it before and finds another mark has to read the receipts again."""
+    shipper.holder = f"{os.getpid()} {secrets.token_hex(8)}".encode()
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, shipper.holder, 0)
+
+
+def _mine(writer: WriterSpool) -> bool:
+    return writer.alive is False or (writer.header is not None and writer.header.pid == os.getpid())

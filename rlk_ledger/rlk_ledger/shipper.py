@@ -1,0 +1,269 @@
+"""The shipper: one process per spool directory that carries events from every writer's spool into the bucket.
+
+    python -m rlk_ledger.shipper --spool DIR [--until-idle]
+
+A cycle reads what the writers left, syncs it (one group of fdatasync), ships what is due, and only after a receipt was
+read back deletes what it covers. There is no state on disk that a restart needs: receipts say what is committed, and
+until they say so the spool keeps it. Killed between any two steps, nothing is lost and nothing is doubled.
+
+Life of an event after the spool: `spools.poll` -> `outbox.add` -> `chain.draft` -> segment -> receipt -> `release`.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from rlk_ledger import layout
+from rlk_ledger.chain import Ending
+from rlk_ledger.outbox import Outbox
+from rlk_ledger.spools import WriterSpool
+from rlk_ledger.store import Store, open_store
+from rlk_ledger_schemas.errors import SpoolError
+from rlk_ledger_sdk.status import Status, read_status
+
+SYNC_EVERY_S = 1.0
+FORGET_AFTER_S = 3600.0
+"""Age of the last status after which the directory of a writer without spool files is removed."""
+_UNKNOWN_S = 60.0
+
+
+class Shipper:
+    """Serves one spool directory. Owned by one thread; with `workers`, buckets are talked to on that many others."""
+
+    def __init__(
+        self,
+        spool: Path,
+        open_: Callable[[str], Store] = open_store,
+        workers: int = 0,
+        only: Callable[[WriterSpool], bool] | None = None,
+    ) -> None:
+        self.spool = spool
+        self.writers: dict[str, WriterSpool] = {}
+        self.outboxes: dict[tuple[str, str], Outbox] = {}
+        self.holder = b""  # what this shipper last wrote into the lock file, see `service`
+        self._open = open_
+        self._only = only
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ship") if workers else None
+        self._futures: dict[tuple[str, str], Future[bool]] = {}
+        self._status: dict[str, Status] = {}
+        self._stated: set[str] = set()
+        self._poisoned: dict[str, int] = {}
+        self._synced_at = 0.0
+        self._read_at: dict[str, float] = {}
+
+    # -- one cycle ---------------------------------------------------------------------------------------------------
+
+    def cycle(self, flush: bool = False) -> bool:
+        """Reads, syncs, ships what is due (everything when `flush`), releases; whether there was anything to do."""
+        read = self._scan()
+        wanted = self._flushes()
+        self._sync(flush or bool(wanted))
+        shipped = self._ship(flush, wanted)
+        self._settle()
+        return read or shipped
+
+    def _scan(self) -> bool:
+        """Moves what the spools hold into the outboxes; notes writers that ended."""
+        for path in _writer_folders(self.spool):
+            if path.name not in self.writers:
+                self.writers[path.name] = WriterSpool(path)
+        busy = False
+        for writer_id, writer in self.writers.items():
+            writer.look()
+            outbox = self._outbox(writer)
+            if outbox is None or outbox.room() == 0 or (self._only is not None and not self._only(writer)):
+                continue
+            records, size = writer.poll(outbox.room())
+            if records:
+                busy = True
+                self._read_at[writer_id] = time.monotonic()
+                outbox.add(records, size)
+            self._note_ending(writer, outbox)
+        return busy
+
+    def _note_ending(self, writer: WriterSpool, outbox: Outbox) -> None:
+        """Queues the statement about a writer that died, or about bytes of it that are no event."""
+        if writer.died and writer.writer_id not in self._stated:
+            self._stated.add(writer.writer_id)
+            new = writer.lost_bytes - self._poisoned.get(writer.writer_id, 0)
+            outbox.endings[writer.writer_id] = Ending(new, writer.read_seq)
+        elif writer.lost_bytes > self._poisoned.get(writer.writer_id, 0) and writer.writer_id not in self._stated:
+            new = writer.lost_bytes - self._poisoned.get(writer.writer_id, 0)
+            self._poisoned[writer.writer_id] = writer.lost_bytes
+            reason = writer.problem or "bytes between its events are no event"
+            outbox.endings[writer.writer_id] = Ending(new, writer.read_seq, reason, dead=False)
+
+    def _flushes(self) -> set[tuple[str, str]]:
+        """Outboxes some writer waits for: it asked for a number that is not committed yet, or it closed."""
+        wanted = set()
+        for writer in self.writers.values():
+            outbox = self._outbox(writer)
+            if outbox is None:
+                continue
+            committed = outbox.committed_up_to(writer.writer_id)
+            if writer.closed and writer.read_seq > committed:
+                wanted.add((outbox.url, outbox.run_id))
+            with contextlib.suppress(OSError, ValueError):
+                if int((writer.directory / "flush").read_text()) > committed:
+                    wanted.add((outbox.url, outbox.run_id))
+        return wanted
+
+    def _sync(self, now: bool) -> None:
+        if not now and time.monotonic() - self._synced_at < SYNC_EVERY_S:
+            return
+        for writer in self.writers.values():
+            if writer.read_seq > writer.synced_seq:
+                with contextlib.suppress(OSError):  # a disk that cannot sync leaves `synced` where it is
+                    writer.sync()
+        self._synced_at = time.monotonic()
+
+    def _ship(self, flush: bool, wanted: set[tuple[str, str]]) -> bool:
+        busy = False
+        for key, outbox in self.outboxes.items():
+            future = self._futures.get(key)
+            if future is not None and future.done():
+                del self._futures[key]
+                busy |= future.result()
+            elif future is not None:
+                continue
+            asked = flush or key in wanted
+            if not outbox.due(asked) or (time.monotonic() < outbox.retry_at and not flush):
+                continue
+            outbox.take()
+            if self._pool is not None:
+                self._futures[key] = self._pool.submit(outbox.ship)
+                continue
+            while outbox.ship() and outbox.due(asked):
+                outbox.take()
+            busy = True
+        return busy
+
+    def _settle(self) -> None:
+        """After shipping: deletes what is committed, tells each writer how far it is, forgets writers that are gone."""
+        for writer_id, writer in list(self.writers.items()):
+            outbox = self._outbox(writer)
+            if outbox is None:
+                self._forget_empty(writer)
+                continue
+            if (outbox.url, outbox.run_id) in self._futures:
+                continue
+            committed = outbox.committed_up_to(writer_id)
+            if writer_id not in outbox.endings and not self._owes(outbox, writer_id):
+                freed = writer.release(committed)
+            else:
+                freed = 0
+            self._tell(writer, outbox, committed, freed)
+            if writer.ended and writer.alive is False and not writer.files:
+                _remove_folder(writer.directory)
+                del self.writers[writer_id]
+
+    @staticmethod
+    def _owes(outbox: Outbox, writer_id: str) -> bool:
+        """Whether a statement about the writer is still on its way: until it is committed its spool is the evidence."""
+        return outbox.inflight is not None and writer_id in outbox.inflight.endings
+
+    def _tell(self, writer: WriterSpool, outbox: Outbox, committed: int, freed: int) -> None:
+        before = self._status.get(writer.writer_id) or read_status(writer.directory)
+        now = Status(
+            synced=max(before.synced, writer.synced_seq, committed),
+            committed=max(before.committed, committed),
+            shipped_bytes=before.shipped_bytes + freed,
+            error=outbox.error or writer.problem,
+            shipper=outbox.chain.shipper if outbox.chain else before.shipper,
+            wall_us=before.wall_us,
+        )
+        if now != before or writer.writer_id not in self._status:
+            now = msgspec.structs.replace(now, wall_us=time.time_ns() // 1000)
+            with contextlib.suppress(OSError):
+                _write_status(writer.directory, now)
+            self._status[writer.writer_id] = now
+
+    def _forget_empty(self, writer: WriterSpool) -> None:
+        status = writer.directory / "status.json"
+        with contextlib.suppress(OSError):
+            if not writer.files and time.time() - status.stat().st_mtime > FORGET_AFTER_S:
+                _remove_folder(writer.directory)
+                del self.writers[writer.writer_id]
+
+    def _outbox(self, writer: WriterSpool) -> Outbox | None:
+        header = writer.header
+        if header is None:
+            return None
+        key = (header.ledger_url, header.run_id)
+        if key not in self.outboxes:
+            self.outboxes[key] = Outbox(header, self._open)
+        return self.outboxes[key]
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        """Whether nothing waits to be shipped and no writer is known to live."""
+        if self._futures or any(o.pending or o.endings or o.inflight for o in self.outboxes.values()):
+            return False
+        return not any(self._may_write(writer) for writer in self.writers.values())
+
+    def _may_write(self, writer: WriterSpool) -> bool:
+        if writer.header is None or writer.ended or writer.closed:
+            return False
+        if writer.alive is None:
+            return time.monotonic() - self._read_at.get(writer.writer_id, 0.0) < _UNKNOWN_S
+        return True
+
+    def errors(self) -> list[str]:
+        """What stands in the way of shipping now, one sentence an outbox."""
+        return [outbox.error for outbox in self.outboxes.values() if outbox.error]
+
+    def failing_for(self) -> int:
+        """How many attempts in a row failed in the outbox that fails longest."""
+        return max((outbox.failures for outbox in self.outboxes.values()), default=0)
+
+    def forget_receipts(self) -> None:
+        """Another shipper served this spool since: what is committed has to be read again."""
+        for outbox in self.outboxes.values():
+            outbox.forget()
+
+    def close(self) -> None:
+        """Closes descriptors and waits for shipments under way."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        for writer in self.writers.values():
+            writer.close()
+
+
+def _writer_folders(spool: Path) -> Iterator[Path]:
+    try:
+        names = sorted(os.listdir(spool))  # noqa: PTH208
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SpoolError(f"cannot read the spool directory {spool}: {error.strerror}.") from error
+    for name in names:
+        if layout.is_shipper(name):
+            yield spool / name
+
+
+def _write_status(directory: Path, status: Status) -> None:
+    fresh = directory / ".status.tmp"
+    fresh.write_bytes(msgspec.json.encode(status))
+    fresh.replace(directory / "status.json")
+
+
+def _remove_folder(directory: Path) -> None:
+    """Removes what a finished writer and its shipper left; a folder that holds anything else stays."""
+    with contextlib.suppress(OSError):
+        for name in ("status.json", "flush", ".status.tmp", ".flush.tmp"):
+            (directory / name).unlink(missing_ok=True)
+        for path in directory.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+        directory.rmdir()
+
+
+if __name__ == "__main__":
+    from rlk_ledger.service import main
+
+    raise SystemExit(main())

@@ -1,0 +1,46 @@
+"""Starting the shipper process. Runs inside the job, so it imports nothing but the standard library."""
+
+import os
+import sys
+from pathlib import Path
+
+from rlk_ledger_schemas.errors import SpoolError
+
+LOG = "shipper.log"
+
+
+def start(spool: Path) -> None:
+    """Starts a detached shipper process for `spool`; returns at once, raises SpoolError when it cannot be started.
+
+    The process is exec'd, has its own session, inherits no GPU, and is not a child of this process: a job that waits
+    for all its children never waits for it.
+    """
+    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "rlk_ledger.shipper", "--spool", str(spool), "--until-idle"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RLK_DISABLE": "1", "PYTHONPATH": _import_path()}
+    log = os.open(spool / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, log, 1),
+        (os.POSIX_SPAWN_DUP2, log, 2),
+    ]
+    try:
+        shell = ["/bin/sh", "-c", '"$@" &', "sh", *command]
+        pid = os.posix_spawn(shell[0], shell, environment, file_actions=actions, setsid=True)
+        os.waitpid(pid, 0)
+    except FileNotFoundError:
+        os.posix_spawn(command[0], command, environment, file_actions=actions, setsid=True)
+    except OSError as error:
+        raise SpoolError(f"cannot start a shipper for {spool}: {error.strerror}.") from error
+    finally:
+        os.close(log)
+
+
+def _import_path() -> str:
+    """PYTHONPATH with which the shipper finds the same packages this process imported."""
+    import rlk_ledger
+    import rlk_ledger_schemas
+    import rlk_ledger_sdk
+
+    roots = [str(Path(p.__path__[0]).parent) for p in (rlk_ledger, rlk_ledger_schemas, rlk_ledger_sdk)]
+    return os.pathsep.join([*dict.fromkeys(roots), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,223 @@
+"""Reading one writer's spool directory: what is there to ship, what is finished, what was lost.
+
+A file is finished when it can get no further frame: a newer file exists, the writer said it closed, or its process is
+dead. Whether a newer file exists and whether the process lives is looked at *before* reading, so that nothing written
+in between is missed. An invalid frame before that moment means "not yet"; after it, it is a tear and its bytes are
+counted. Bytes are read, never mapped: a file that shrinks under us is a short read, not a signal.
+"""
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+
+from rlk_ledger.records import Record, make_record
+from rlk_ledger_schemas.codec import decode_envelope, decode_payload
+from rlk_ledger_schemas.errors import FormatError
+from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, decode_header, frame_size, read_frame, unwritten
+from rlk_ledger_sdk.process import is_alive
+
+SUFFIX = ".spool"
+DAMAGED = ".damaged"
+_CHUNK = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class SpoolFile:
+    """One spool file being read; owned by its WriterSpool."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.path = path
+        self.number = number
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.offset = 0
+        self.last_seq = -1
+        self.finished = False
+        self.damaged = False
+        self.unsynced = True
+        self.header: SpoolHeader | None = None
+        self._seed = 0
+        self._buffer = b""
+        self._base = 0
+
+    def open_header(self, writer_id: str) -> bool:
+        """Whether the header is readable; reads it when it was not yet. Raises FormatError when it is another's."""
+        if self.header is not None:
+            return True
+        head = os.pread(self.fd, _CHUNK, 0)
+        try:
+            header, self.offset = decode_header(head)
+        except FormatError:
+            return False
+        if header.writer_id != writer_id or header.file_number != self.number:
+            raise FormatError(f"{self.path} says it is file {header.file_number} of writer {header.writer_id}.")
+        self.header = header
+        self._seed = crc_seed(writer_id, self.number)
+        return True
+
+    def next_payload(self) -> bytes | None:
+        """The payload of the next valid frame, moving past it; None where none stands yet."""
+        for fresh in (False, True):
+            at = self.offset - self._base
+            if fresh:
+                self._fill()
+                at = 0
+            if at + FRAME_HEAD <= len(self._buffer):
+                payload = read_frame(self._buffer, at, self._seed, self._base)
+                if payload is not None:
+                    self.offset += frame_size(len(payload))
+                    return payload
+        return None
+
+    def _fill(self) -> None:
+        self._base = self.offset
+        self._buffer = os.pread(self.fd, FRAME_HEAD, self.offset)
+        if len(self._buffer) == FRAME_HEAD:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length and self.offset + length <= os.fstat(self.fd).st_size:
+                self._buffer = os.pread(self.fd, max(_CHUNK, frame_size(length)), self.offset)
+
+    def bytes_left(self) -> int:
+        """Bytes after the last valid frame up to the last one that is not zero."""
+        size = os.fstat(self.fd).st_size
+        left = 0
+        for start in range(self.offset, size, _CHUNK):
+            block = os.pread(self.fd, _CHUNK, start)
+            found = unwritten(block, 0)
+            if found:
+                left = start - self.offset + found
+        return left
+
+    def close(self) -> None:
+        """Closes the descriptor; the file stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class WriterSpool:
+    """One writer's directory. `read_seq` is the last number read, `lost_bytes` what no frame accounts for so far."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.writer_id = directory.name
+        self.header: SpoolHeader | None = None
+        self.files: list[SpoolFile] = []
+        self.read_seq = -1
+        self.synced_seq = -1
+        self.lost_bytes = 0
+        self.closed = False
+        self.alive: bool | None = True
+        self.problem: str | None = None
+        self._gone = -1  # files up to this number were released
+
+    @property
+    def ended(self) -> bool:
+        """Whether no event can come any more: the writer closed or is dead, and all it left was read."""
+        return (self.closed or self.alive is False) and all(file.finished for file in self.files)
+
+    @property
+    def died(self) -> bool:
+        """Whether the writer ended without closing."""
+        return self.ended and not self.closed
+
+    def look(self) -> None:
+        """Finds out who writes here, whether it lives and which files there are; to be called before every `poll`."""
+        if self.header is not None:
+            self.alive = is_alive(self.header)
+        self._find_files()
+        for file in self.files:
+            with contextlib.suppress(FormatError):  # `poll` deals with it
+                if self.header is None and file.open_header(self.writer_id):
+                    self.header = file.header
+
+    def poll(self, room: int) -> tuple[list[Record], int]:
+        """The records that can be read now, until about `room` bytes of payload; and their bytes."""
+        out: list[Record] = []
+        used = 0
+        for file in self.files:
+            if file.finished:
+                continue
+            newest = file is self.files[-1]
+            used += self._read(file, room - used, out)
+            if used >= room:
+                break
+            if not newest or self.closed or self.alive is False:
+                self._finish(file)
+        return out, used
+
+    def sync(self) -> None:
+        """Makes every event read so far survive a power loss."""
+        seq = self.read_seq
+        for file in self.files:
+            if file.unsynced:
+                os.fdatasync(file.fd)
+                file.unsynced = not file.finished
+        self.synced_seq = max(self.synced_seq, seq)
+
+    def release(self, committed: int) -> int:
+        """Deletes finished files whose events are all committed; damaged ones are set aside. Returns bytes freed."""
+        freed = 0
+        while self.files and self.files[0].finished and self.files[0].last_seq <= committed:
+            file = self.files.pop(0)
+            freed += os.fstat(file.fd).st_size
+            file.close()
+            self._gone = file.number
+            if file.damaged:
+                file.path.rename(file.path.with_name(file.path.name + DAMAGED))
+            else:
+                file.path.unlink(missing_ok=True)
+        return freed
+
+    def close(self) -> None:
+        """Closes every descriptor."""
+        for file in self.files:
+            file.close()
+
+    def _find_files(self) -> None:
+        known = {file.number for file in self.files}
+        found = []
+        for path in self.directory.glob(f"*{SUFFIX}"):
+            if path.stem.isdigit() and int(path.stem) not in known and int(path.stem) > self._gone:
+                found.append((int(path.stem), path))
+        for number, path in sorted(found):
+            self.files.append(SpoolFile(path, number))
+
+    def _read(self, file: SpoolFile, room: int, out: list[Record]) -> int:
+        """Appends what `file` holds to `out`, until `room` bytes; returns the bytes taken."""
+        try:
+            if not file.open_header(self.writer_id):
+                return 0
+        except FormatError as error:
+            self._poison(file, str(error), 0)
+            return 0
+        used = 0
+        while used < room and (payload := file.next_payload()) is not None:
+            used += len(payload)
+            file.unsynced = True
+            try:
+                record = make_record(*decode_payload(payload))
+                if record.writer_id != self.writer_id or record.seq <= self.read_seq:
+                    raise FormatError(f"event {record.seq} of {record.writer_id} follows {self.read_seq}.")
+            except FormatError as error:
+                self._poison(file, f"{file.path}, frame before byte {file.offset}: {error}", frame_size(len(payload)))
+                continue
+            out.append(record)
+            file.last_seq = self.read_seq = record.seq
+            if decode_envelope(record.envelope)["type"] == "writer.closed":
+                self.closed = True
+        return used
+
+    def _poison(self, file: SpoolFile, problem: str, size: int) -> None:
+        """A frame that is whole and still not an event: counted as lost, its file kept for a person to look at."""
+        self.lost_bytes += size
+        self.problem = problem
+        file.damaged = True
+
+    def _finish(self, file: SpoolFile) -> None:
+        file.finished = True
+        if file.header is None:
+            self.lost_bytes += file.bytes_left()
+            file.damaged = True
+        elif not self.closed or file is not self.files[-1]:
+            self.lost_bytes += file.bytes_left()
