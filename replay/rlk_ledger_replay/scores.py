@@ -1,0 +1,211 @@
+"""Reference scores of both sides' paths for the compared tokens of paired samples.
+
+A pass scores every sample under one numerics along one path. A token's score comes from the checkpoint of the weight
+version its span claims: a sample whose spans name two versions is scored whole under both, and each position keeps
+its own. Scoring reads weights only, one version at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlk_ledger.pairs import PairedSample
+from rlk_ledger_kernels.probe import using_threads
+from rlk_ledger_kernels.registry import Decision
+from rlk_ledger_replay.checkpoint import load_checkpoint
+from rlk_ledger_replay.decoder import Decoder
+from rlk_ledger_replay.numerics import Numerics
+from rlk_ledger_replay.selection import group_key
+from rlk_ledger_replay.weights import live_digest
+
+ExecutionPath = Literal["prefill", "decode"]
+Float32 = NDArray[np.float32]
+Index = NDArray[np.int64]
+
+BATCH = 32
+"""Samples handed to the decoder at once; bounds memory and paces progress, changes no bit."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The compared tokens of the chosen pairs, one after the other; every array is [N].
+
+    pair_N, position_N: where a token stands. version_N: index into `Pairing.versions`. cluster_N: its group.
+    rollout_N, training_N: recorded log-probabilities, float32 nats.
+    """
+
+    pair_N: Index
+    position_N: Index
+    version_N: Index
+    cluster_N: Index
+    rollout_N: Float32
+    training_N: Float32
+
+    def __len__(self) -> int:
+        return len(self.pair_N)
+
+    @property
+    def clusters(self) -> int:
+        """How many groups the tokens come from."""
+        return len(np.unique(self.cluster_N))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One scoring of all samples: a name, numerics by pair (None: not this sample) and the execution path."""
+
+    name: str
+    numerics: tuple[Numerics | None, ...]
+    path: ExecutionPath
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the passes gave: float32 nats [N] by pass name, NaN where a pair has no numerics in it.
+
+    decisions: which backend ran each operator. unchanged: by version index, whether the weights' digest after scoring
+    equals the one before.
+    """
+
+    values: Mapping[str, Float32]
+    decisions: tuple[Decision, ...]
+    unchanged: Mapping[int, bool]
+
+
+def compared_tokens(pairs: Sequence[PairedSample]) -> Tokens:
+    """The compared tokens of `pairs`; raises ValueError when there is none."""
+    at = [np.flatnonzero(pair.compared) for pair in pairs]
+    if not sum(map(len, at)):
+        raise ValueError("no compared token: no position is active, finite and paired on both sides.")
+    labels: dict[tuple[str, ...], int] = {}
+    cluster = [labels.setdefault(group_key(pair), len(labels)) for pair in pairs]
+    sizes = [len(positions) for positions in at]
+    return Tokens(
+        pair_N=np.repeat(np.arange(len(pairs)), sizes),
+        position_N=np.concatenate(at),
+        version_N=np.concatenate([pair.version[where] for pair, where in zip(pairs, at)]).astype(np.int64),
+        cluster_N=np.repeat(np.array(cluster, dtype=np.int64), sizes),
+        rollout_N=np.concatenate([pair.rollout[where] for pair, where in zip(pairs, at)]),
+        training_N=np.concatenate([pair.training[where] for pair, where in zip(pairs, at)]),
+    )
+
+
+def score(
+    pairs: Sequence[PairedSample],
+    tokens: Tokens,
+    passes: Sequence[Pass],
+    folders: Mapping[int, Path],
+    *,
+    threads: int = 1,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Scores:
+    """Runs every pass over every pair; `advance` is called with the number of sample scorings just done.
+
+    folders: checkpoint folder by version index; a version of `tokens` without one is a KeyError. Equal scorings of
+    different passes run once. Raises what the decoder raises (OperandError, InvarianceError, CheckpointError).
+    """
+    values = {one.name: np.full(len(tokens), np.nan, dtype=np.float32) for one in passes}
+    decisions: tuple[Decision, ...] = ()
+    unchanged: dict[int, bool] = {}
+    with using_threads(threads):
+        for version in np.unique(tokens.version_N).tolist():
+            decoder = Decoder(load_checkpoint(folders[version]))
+            before = live_digest(decoder.checkpoint.tensors)
+            rows = np.flatnonzero(tokens.version_N == version)
+            for numerics, path, wanted in _distinct(passes, tokens.pair_N[rows]):
+                scored = _run(decoder.with_numerics(numerics), path, pairs, sorted({p for p, _ in wanted}), advance)
+                _place(values, wanted, scored, tokens, rows)
+            decisions = decoder.decisions
+            unchanged[version] = live_digest(decoder.checkpoint.tensors) == before
+    return Scores(values, decisions, unchanged)
+
+
+def scorings(tokens: Tokens, passes: Sequence[Pass]) -> int:
+    """How many sample scorings `score` will do: the length of its progress bar."""
+    total = 0
+    for version in np.unique(tokens.version_N).tolist():
+        pair_n = tokens.pair_N[tokens.version_N == version]
+        total += sum(len({pair for pair, _ in wanted}) for _, _, wanted in _distinct(passes, pair_n))
+    return total
+
+
+def _distinct(passes: Sequence[Pass], pair_n: Index) -> Iterator[tuple[Numerics, ExecutionPath, list[tuple[int, str]]]]:
+    """Distinct (numerics, path) with the (pair, pass name) they serve, for the pairs of one version."""
+    jobs: dict[tuple[Numerics, ExecutionPath], list[tuple[int, str]]] = {}
+    for pair in np.unique(pair_n).tolist():
+        for one in passes:
+            numerics = one.numerics[pair]
+            if numerics is not None:
+                jobs.setdefault((numerics, one.path), []).append((pair, one.name))
+    for (numerics, path), wanted in jobs.items():
+        yield numerics, path, wanted
+
+
+def _run(
+    decoder: Decoder,
+    path: ExecutionPath,
+    pairs: Sequence[PairedSample],
+    wanted: Sequence[int],
+    advance: Callable[[int], None],
+) -> dict[int, Float32]:
+    """Log-probabilities of whole responses, by pair."""
+    run = decoder.prefill_logprobs_batch if path == "prefill" else decoder.decode_logprobs_batch
+    out: dict[int, Float32] = {}
+    for start in range(0, len(wanted), BATCH):
+        part = wanted[start : start + BATCH]
+        scored = run([_inputs(pairs[pair]) for pair in part])
+        out |= {pair: values.numpy() for pair, values in zip(part, scored)}
+        advance(len(part))
+    return out
+
+
+def _inputs(pair: PairedSample) -> tuple[torch.Tensor, int]:
+    prompt = pair.sample.prompt_token_ids
+    assert prompt is not None, "pairs without a prompt are left out before scoring"
+    ids = np.concatenate([prompt, pair.sample.response_token_ids]).astype(np.int64)
+    return torch.from_numpy(ids), len(prompt)
+
+
+def _place(
+    values: Mapping[str, Float32],
+    wanted: Sequence[tuple[int, str]],
+    scored: Mapping[int, Float32],
+    tokens: Tokens,
+    rows: Index,
+) -> None:
+    """Copies the scored positions of one version into the passes they serve."""
+    by_pair = {pair: rows[tokens.pair_N[rows] == pair] for pair in scored}
+    for pair, name in wanted:
+        at = by_pair[pair]
+        values[name][at] = scored[pair][tokens.position_N[at]]
+
+
+def why_unscorable(pair: PairedSample, positions: int, vocabulary: int) -> str | None:
+    """Why the decoder cannot score a sample, or None.
+
+    positions, vocabulary: the model's limits.
+    """
+    sample = pair.sample
+    prompt, response = sample.prompt_token_ids, sample.response_token_ids
+    if prompt is None or not len(prompt):
+        return "the prompt was not recorded"
+    if len(response) != len(sample.loss_mask) or response.dtype != np.int32 or prompt.dtype != np.int32:
+        return "token ids are redacted"
+    if len(prompt) + len(response) > positions:
+        return f"longer than the model's {positions} positions"
+    if (pair.version[pair.compared] < 0).any():
+        return "no weight version was recorded"
+    ids = np.concatenate([prompt, response])
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return f"token ids outside the model's vocabulary of {vocabulary}"
+    given = sample.position_ids
+    if given is not None and (np.diff(given) != 1).any():
+        return "positions are not consecutive"
+    return None
