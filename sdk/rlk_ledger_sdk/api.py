@@ -97,6 +97,14 @@ def current() -> Recorder | Nothing:
     return _current or NOTHING
 
 
+def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:
+    """Puts `recorder` in force and returns the one before; closes nothing (for `testing.capture`)."""
+    global _current
+    with _lock:
+        before, _current = _current, recorder
+        return before
+
+
 def _open(url: str | os.PathLike[str] | None, options: dict[str, Any], parent_writer: str | None) -> Recorder | Nothing:
     global _current
     with _lock:

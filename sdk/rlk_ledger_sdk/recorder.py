@@ -52,8 +52,8 @@ class Recorder:
     enabled = True
 
     def __init__(self, config: Config) -> None:
-        prepare_spool(config)
         self.config: Config = config
+        self._prepare()
         self.auditable = True
         self._closed = False
         self._warned: set[tuple[str, str]] = set()
@@ -96,6 +96,9 @@ class Recorder:
         self._durability: Durability = Durability(config, self.directory)
         self._redacts = config.redaction.mode != "none"
         self._mark = new_mark()
+
+    def _prepare(self) -> None:
+        prepare_spool(self.config)
 
     def _new_spool(self) -> SpoolWriter:
         config, me = self.config, identity()
@@ -145,11 +148,11 @@ class Recorder:
 
     def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
         """record() with the keyword arguments as a dict, which is consumed."""
-        if not self._mark[0] and not self._alive_here():
-            return NOT_RECORDED
-        scoped = current_fields()
         values = fields.get("values")
         try:
+            if not self._mark[0] and not self._alive_here():
+                return NOT_RECORDED
+            scoped = current_fields()
             if type(event) is not str:
                 event, fields = _typed(event, fields)
             if scoped is not None:
@@ -314,7 +317,7 @@ class Recorder:
     def _gap(self, kind: str, reason: str, event_type: str) -> Reference:
         try:
             with self._lock:
-                if not self._inside:
+                if not self._inside and self._mark[0]:
                     self._lose_one(kind, reason, event_type)
         except Exception as error:
             self._warn("gap", "", f"a gap event could not be written ({error}); it follows when it can")

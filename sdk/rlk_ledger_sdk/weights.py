@@ -1,0 +1,104 @@
+"""Digests of live tensors: `sum64x2`, equal bit for bit to `rlk_ledger_schemas.fingerprints.sum64x2`.
+
+Per canonical tensor two sums mod 2^64 of c_k(name, flat index) x bits(w). Integer sums do not depend on order, so any
+shard, order or device gives the same value and partials add. It finds accidents, not adversaries.
+
+numpy arrays use uint64; torch tensors use int64, whose products and sums wrap to the same bits, and right shifts are
+masked because int64 shifts copy the sign. Both work through the array's own module: nothing is imported.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rlk_ledger_schemas.errors import UsageError
+from rlk_ledger_schemas.fingerprints import GOLDEN64, MASK64, sum64x2_digest, sum64x2_seeds
+
+CHUNK = 1 << 20
+"""Elements worked on at once: bounds the temporary memory at a few times 8 MiB."""
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+
+
+def sum64x2(name: str, tensor: Any, start: int = 0) -> tuple[int, int]:
+    """The pair of sums of one tensor (numpy array or torch tensor, any shape) under its canonical name.
+
+    `start` is the flat index of its first element, for a shard that is a contiguous flat range. Raises UsageError for
+    anything that is not an array of 1, 2, 4 or 8 byte elements.
+    """
+    sums_of, flat, size = _adapter(name, tensor)
+    seeds = sum64x2_seeds(name)
+    totals = [0, 0]
+    for low in range(0, size, CHUNK):
+        part = flat[low : low + CHUNK]
+        for k in (0, 1):
+            totals[k] = (totals[k] + sums_of(part, (seeds[k] + (start + low + 1) * GOLDEN64) & MASK64)) & MASK64
+    return totals[0], totals[1]
+
+
+def state_digest(tensors: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """(digest of all, digest of each) of named tensors, as `sum64x2:<32 hex>`; raises UsageError."""
+    pairs = {name: sum64x2(name, tensor) for name, tensor in tensors.items()}
+    return sum64x2_digest(pairs.values()), {name: sum64x2_digest([pair]) for name, pair in pairs.items()}
+
+
+def _adapter(name: str, tensor: Any) -> tuple[Any, Any, int]:
+    """(function from a chunk of bits and a first counter to the sum, the flat array of bits, its length)."""
+    if hasattr(tensor, "detach"):
+        return (_torch_sum, *_torch_bits(name, tensor))
+    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "view"):
+        return (_numpy_sum, *_numpy_bits(name, tensor))
+    kind = type(tensor)
+    raise UsageError(
+        f"weights: {name!r} must be a numpy array or a torch tensor, got {kind.__module__}.{kind.__name__}."
+    )
+
+
+def _numpy_bits(name: str, tensor: Any) -> tuple[Any, int]:
+    numpy = sys.modules["numpy"]
+    width = tensor.dtype.itemsize
+    if width not in (1, 2, 4, 8) or tensor.dtype.kind in "OSUMmc":
+        raise UsageError(f"weights: {name!r} is {tensor.dtype}, whose elements are not 1, 2, 4 or 8 bytes of a number.")
+    flat = numpy.ascontiguousarray(tensor, dtype=tensor.dtype.newbyteorder("<")).reshape(-1)
+    return flat.view(f"<u{width}"), flat.size
+
+
+def _numpy_sum(bits: Any, counter: int) -> int:
+    numpy = sys.modules["numpy"]
+    u64 = numpy.uint64
+    with numpy.errstate(over="ignore"):
+        z = numpy.arange(bits.size, dtype=u64) * u64(GOLDEN64) + u64(counter)
+        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS):
+            z = (z ^ (z >> u64(shift))) * u64(multiplier)
+        z ^= z >> u64(_SHIFTS[2])
+        return int((z * bits.astype(u64)).sum(dtype=u64))
+
+
+def _torch_bits(name: str, tensor: Any) -> tuple[Any, int]:
+    torch = sys.modules["torch"]
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = tensor.element_size()
+    if width not in views or tensor.is_complex():
+        raise UsageError(f"weights: {name!r} is {tensor.dtype}, whose elements are not 1, 2, 4 or 8 bytes of a number.")
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.view(views[width]), flat.numel()
+
+
+def _torch_sum(bits: Any, counter: int) -> int:
+    torch = sys.modules["torch"]
+    z = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) * _signed(GOLDEN64) + _signed(counter)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS):
+        z = (z ^ _logical_shift(z, shift)) * _signed(multiplier)
+    z = z ^ _logical_shift(z, _SHIFTS[2])
+    words = bits.to(torch.int64)
+    if bits.element_size() < 8:
+        words = words & ((1 << (8 * bits.element_size())) - 1)
+    return int((z * words).sum().item()) & MASK64
+
+
+def _logical_shift(z: Any, shift: int) -> Any:
+    return (z >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
