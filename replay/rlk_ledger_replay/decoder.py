@@ -28,8 +28,8 @@ from rlk_ledger_replay.session import Sample, Session, Span
 
 TokenIds: TypeAlias = "Sequence[int] | torch.Tensor"
 
-ROWS_PER_PASS = 4096
-"""Rows of one forward pass over a batch; bounds memory and changes no bit."""
+ROWS_PER_PASS = 1024
+"""Rows of one forward pass over a batch: bounds memory, keeps activations in cache, changes no bit."""
 
 _OPERATORS = ("embedding", "rms_norm", "linear", "rope", "attention", "swiglu", "selected_logprob")
 

@@ -15,7 +15,7 @@ from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.ops.attention.tiled import attention
 from rlk_ledger_kernels.ops.embedding.tiled import embedding
-from rlk_ledger_kernels.ops.linear.tiled import PackedLinear, leaf_spans, linear, pack_linear
+from rlk_ledger_kernels.ops.linear.tiled import PackedLinear, leaf_spans, linear, pack_linear, padded_outputs
 from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
 from rlk_ledger_kernels.ops.rope.tiled import RopeTable, frequencies, rope, rope_table
 from rlk_ledger_kernels.ops.selected_logprob.tiled import PackedHead, linear_logprob, pack_head, vocabulary_tiles
@@ -142,7 +142,11 @@ def shapes_in_use(checkpoint: Checkpoint, numerics: Numerics) -> ShapesInUse:
     pairs |= {(width, 16) for width in (h, *tile_widths)}
     if config.qk_norm:
         pairs.add((d, 16))
-    products = {(k, start, end, outputs) for k, outputs in pairs for start, end in leaf_spans(k, schedule.k_leaf)}
+    products = {
+        (k, start, end, padded_outputs(outputs))
+        for k, outputs in pairs
+        for start, end in leaf_spans(k, schedule.k_leaf)
+    }
     values = -(-d // 16) * 16 + 16
     return ShapesInUse(products=frozenset(products), heads=(config.heads // config.kv_heads, d, values))
 

@@ -14,15 +14,16 @@ import torch
 
 from rlk_ledger_kernels.contracts import LinearContract, torch_dtype
 from rlk_ledger_kernels.errors import OperandError
-from rlk_ledger_kernels.schedule import Schedule
-from rlk_ledger_kernels.tiles import aligned_float32, padded_rows, row_spans
+from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule
+from rlk_ledger_kernels.tiles import aligned_float32, row_spans
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     """A weight made ready for one schedule.
 
-    leaves: for each leaf of K in ascending order, its first element, its end, and the float32 [k, O] operand.
+    leaves: for each leaf of K in ascending order, its first element, its end, and the float32 [k, O'] operand,
+        O' being O rounded up to a multiple of 16 with zeros: a narrow product takes another path in BLAS.
     """
 
     leaves: tuple[tuple[int, int, torch.Tensor], ...]
@@ -48,6 +49,11 @@ def leaf_spans(k: int, leaf: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
+def padded_outputs(outputs: int) -> int:
+    """Columns a product with `outputs` outputs is run at."""
+    return -(-outputs // ALIGNMENT) * ALIGNMENT
+
+
 def pack_linear(weight_OK: torch.Tensor, contract: LinearContract, bias_O: torch.Tensor | None = None) -> PackedLinear:
     """Widen and cut a weight once.
 
@@ -62,6 +68,7 @@ def pack_linear(weight_OK: torch.Tensor, contract: LinearContract, bias_O: torch
     wide_OK = _rounded(weight_OK, contract).to(torch.float32)
     if contract.schedule.reversed_k:
         wide_OK = wide_OK.flip(-1)
+    wide_OK = torch.nn.functional.pad(wide_OK, (0, 0, 0, padded_outputs(outputs) - outputs))
     leaves = tuple(
         (start, end, wide_OK[:, start:end].T.clone(memory_format=torch.contiguous_format))
         for start, end in leaf_spans(k, contract.schedule.k_leaf)
@@ -83,7 +90,8 @@ def linear(x_NK: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     schedule = packed.contract.schedule
     if schedule.reversed_k:
         x = x.flip(-1)
-    y_NO = contract_rows(aligned_float32(x, schedule.row_tiles), packed.leaves, schedule.row_tiles)[:rows]
+    y_NO = contract_rows(aligned_float32(x, schedule.row_tiles), packed.leaves, schedule.row_tiles)
+    y_NO = y_NO[:rows, : packed.outputs].contiguous()
     if packed.bias_O is not None:
         y_NO += packed.bias_O
     return y_NO.to(torch_dtype(packed.contract.output))
@@ -126,6 +134,3 @@ def _ones(width: int, schedule: Schedule) -> PackedLinear:
 
 def _rounded(x: torch.Tensor, contract: LinearContract) -> torch.Tensor:
     return x if contract.operands is None else x.to(torch_dtype(contract.operands))
-
-
-__all__ = ["PackedLinear", "contract_rows", "leaf_spans", "linear", "pack_linear", "padded_rows", "row_sum"]

@@ -1,0 +1,17 @@
+"""Thread counts as a fixture, restored after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run the test on one and on two intra-op threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

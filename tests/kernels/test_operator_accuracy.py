@@ -1,0 +1,219 @@
+"""Claim: every tiled operator stays within the tolerance of its class of a float64 definition, at odd shapes too.
+
+Tolerances are those of the numeric contract `ws1-c1-v2`: |candidate - reference| <= atol + rtol |reference|,
+the reference being fed the same low-precision inputs.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rlk_ledger_kernels.contracts import (
+    AttentionContract,
+    LinearContract,
+    LogprobContract,
+    RmsNormContract,
+    RopeContract,
+    SwigluContract,
+)
+from rlk_ledger_kernels.errors import OperandError
+from rlk_ledger_kernels.ops.attention import reference as attention_reference
+from rlk_ledger_kernels.ops.attention.cache import KVCache
+from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
+from rlk_ledger_kernels.ops.attention.tiled import attention
+from rlk_ledger_kernels.ops.embedding import reference as embedding_reference
+from rlk_ledger_kernels.ops.embedding.tiled import embedding
+from rlk_ledger_kernels.ops.linear import reference as linear_reference
+from rlk_ledger_kernels.ops.linear.tiled import linear, pack_linear
+from rlk_ledger_kernels.ops.rms_norm import reference as rms_norm_reference
+from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
+from rlk_ledger_kernels.ops.rope import reference as rope_reference
+from rlk_ledger_kernels.ops.rope.tiled import RopeScaling, frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.selected_logprob import reference as logprob_reference
+from rlk_ledger_kernels.ops.selected_logprob.tiled import linear_logprob, pack_head, selected_logprob
+from rlk_ledger_kernels.ops.swiglu import reference as swiglu_reference
+from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
+from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
+
+TOLERANCE = {
+    ("elementwise", "float32"): (1e-5, 1e-5),
+    ("elementwise", "bfloat16"): (2e-2, 1.6e-2),
+    ("reduction", "float32"): (1e-4, 1e-4),
+    ("reduction", "bfloat16"): (5e-2, 2e-2),
+    ("attention", "float32"): (1e-4, 1e-4),
+    ("attention", "bfloat16"): (5e-2, 2e-2),
+    ("logprob", "float32"): (1e-5, 0.0),
+    ("logprob", "bfloat16"): (6e-2, 0.0),
+}
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+dtypes = st.sampled_from(["float32", "bfloat16"])
+schedules = st.sampled_from([Schedule(), *placebo_schedules(10)])
+seeds = st.integers(0, 2**31)
+few = settings(max_examples=25, deadline=None)
+
+
+def draw(seed: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TORCH[dtype])
+
+
+def check(kind: str, dtype: str, candidate: torch.Tensor, reference: torch.Tensor) -> None:
+    assert candidate.dtype == TORCH[dtype] or kind == "logprob"
+    atol, rtol = TOLERANCE[kind, dtype]
+    torch.testing.assert_close(candidate.double(), reference.double(), atol=atol, rtol=rtol)
+
+
+@few
+@given(n=st.integers(1, 80), k=st.integers(1, 300), o=st.integers(1, 40), dtype=dtypes, schedule=schedules, seed=seeds)
+def test_linear(n: int, k: int, o: int, dtype: str, schedule: Schedule, seed: int) -> None:
+    x, weight, bias = draw(seed, n, k, dtype=dtype), draw(seed + 1, o, k, dtype=dtype), draw(seed + 2, o, dtype=dtype)
+    packed = pack_linear(weight, LinearContract(output=dtype, schedule=schedule), bias)
+    check("reduction", dtype, linear(x, packed), x.double() @ weight.double().T + bias.double())
+    torch.testing.assert_close(
+        linear_reference.linear(x, weight, bias).double(), x.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4
+    )
+
+
+@few
+@given(n=st.integers(1, 40), w=st.integers(1, 300), order=st.sampled_from(["hf", "kernel"]), dtype=dtypes, seed=seeds)
+def test_rms_norm(n: int, w: int, order: str, dtype: str, seed: int) -> None:
+    x, weight = draw(seed, n, w, dtype=dtype), draw(seed + 1, w, dtype=dtype)
+    wide = x.double()
+    reference = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    check("reduction", dtype, rms_norm(x, weight, RmsNormContract(rounding_order=order, output=dtype)), reference)
+    check("reduction", "float32", rms_norm_reference.rms_norm(x, weight, 1e-6), reference)
+
+
+def test_rms_norm_rounding_orders_differ_in_bfloat16_and_agree_in_float32() -> None:
+    for dtype, equal in (("float32", True), ("bfloat16", False)):
+        x, weight = draw(1, 64, 128, dtype=dtype), draw(2, 128, dtype=dtype)
+        hf, kernel = (
+            rms_norm(x, weight, RmsNormContract(rounding_order=order, output=dtype)) for order in ("hf", "kernel")
+        )
+        assert torch.equal(hf, kernel) is equal
+
+
+@few
+@given(n=st.integers(1, 40), heads=st.integers(1, 4), half=st.integers(1, 40), dtype=dtypes, seed=seeds)
+def test_rope(n: int, heads: int, half: int, dtype: str, seed: int) -> None:
+    contract = RopeContract(table=dtype, arithmetic=dtype)
+    f = frequencies(2 * half, 10000.0)
+    x, positions = draw(seed, n, heads, 2 * half, dtype=dtype), torch.arange(n) * 3
+    table = rope_table(f, 3 * n, contract)
+    check("elementwise", dtype, rope(x, table.at(positions), contract), rope_reference.rope(x, positions, f))
+
+
+def test_rope_scalings_change_frequencies_as_defined() -> None:
+    plain = frequencies(64, 500000.0)
+    torch.testing.assert_close(frequencies(64, 500000.0, RopeScaling("linear", 4.0)), plain / 4)
+    llama3 = frequencies(64, 500000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
+    torch.testing.assert_close(llama3[0], plain[0])
+    torch.testing.assert_close(llama3[-1], plain[-1] / 8)
+    assert bool((llama3 <= plain).all())
+
+
+@few
+@given(n=st.integers(1, 40), w=st.integers(1, 200), dtype=dtypes, seed=seeds)
+def test_swiglu(n: int, w: int, dtype: str, seed: int) -> None:
+    gate, up = draw(seed, n, w, dtype=dtype) * 5, draw(seed + 1, n, w, dtype=dtype)
+    reference = gate.double() * gate.double().sigmoid() * up.double()
+    check("elementwise", dtype, swiglu(gate, up, SwigluContract(output=dtype)), reference)
+    check("elementwise", "float32", swiglu_reference.swiglu(gate, up), reference)
+
+
+def test_swiglu_keeps_its_limits() -> None:
+    gate = torch.tensor([-1e4, -100.0, 100.0, 1e4])
+    assert swiglu(gate, torch.ones(4), SwigluContract()).tolist() == [0.0, -0.0, 100.0, 1e4] or bool(
+        torch.allclose(swiglu(gate, torch.ones(4), SwigluContract()), torch.tensor([0.0, 0.0, 100.0, 1e4]))
+    )
+
+
+@few
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(1, 500),
+    dtype=dtypes,
+    t=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
+    schedule=schedules,
+    seed=seeds,
+)
+def test_selected_logprob(n: int, v: int, dtype: str, t: float, schedule: Schedule, seed: int) -> None:
+    logits = draw(seed, n, v, dtype=dtype) * 2
+    tokens = torch.randint(0, v, (n,), generator=torch.Generator().manual_seed(seed))
+    reference = torch.log_softmax(logits.double() / t, -1).gather(1, tokens[:, None])[:, 0]
+    contract = LogprobContract(temperature=t, logits=dtype, schedule=schedule)
+    check("logprob", "float32", selected_logprob(logits, tokens, contract), reference)
+    check("logprob", "float32", logprob_reference.selected_logprob(logits, tokens, t), reference)
+
+
+@few
+@given(n=st.integers(1, 40), k=st.integers(1, 64), v=st.integers(1, 200), schedule=schedules, seed=seeds)
+def test_linear_logprob_equals_logits_then_logprob_bit_for_bit(
+    n: int, k: int, v: int, schedule: Schedule, seed: int
+) -> None:
+    hidden, weight = draw(seed, n, k), draw(seed + 1, v, k)
+    tokens = torch.randint(0, v, (n,), generator=torch.Generator().manual_seed(seed))
+    contract = LogprobContract(temperature=0.7, schedule=schedule)
+    logits = linear(hidden, pack_linear(weight, LinearContract(schedule=schedule)))
+    fused = linear_logprob(hidden, pack_head(weight, contract), tokens)
+    assert torch.equal(fused, selected_logprob(logits, tokens, contract))
+
+
+def test_selected_logprob_survives_masked_logits() -> None:
+    logits = torch.full((2, 200), float("-inf"))
+    logits[:, 150], logits[1, 3] = 1.0, 1.0
+    got = selected_logprob(logits, torch.tensor([150, 3]), LogprobContract(schedule=Schedule(vocab_tile=64)))
+    torch.testing.assert_close(got, torch.tensor([0.0, -0.6931472]))
+
+
+@few
+@given(
+    t=st.integers(1, 200),
+    kv=st.integers(1, 3),
+    group=st.integers(1, 3),
+    d=st.integers(1, 40),
+    dtype=dtypes,
+    schedule=schedules,
+    seed=seeds,
+)
+def test_attention(t: int, kv: int, group: int, d: int, dtype: str, schedule: Schedule, seed: int) -> None:
+    q, k, v = (
+        draw(seed, t, kv * group, d, dtype=dtype),
+        draw(seed + 1, t, kv, d, dtype=dtype),
+        draw(seed + 2, t, kv, d, dtype=dtype),
+    )
+    blocks = -(-t // schedule.kv_block)
+    plan = plan_attention([Chunk(0, t, range(blocks))], schedule)
+    cache = KVCache(blocks, kv, schedule.kv_block, d)
+    cache.write(k, v, plan)
+    contract = AttentionContract(scale=d**-0.5, output=dtype, schedule=schedule)
+    got, lse = attention(q, cache, plan, contract)
+    reference = attention_reference.attention(q, k, v, d**-0.5)
+    check("attention", dtype, got, reference)
+    scores = torch.einsum("thd,shd->ths", q.double(), k.double().repeat_interleave(group, 1)) * d**-0.5
+    hidden = torch.arange(t)[None, :] > torch.arange(t)[:, None]
+    expected = scores.masked_fill(hidden[:, None, :], float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_embedding_is_an_exact_copy() -> None:
+    table, ids = draw(0, 30, 7, dtype="bfloat16"), torch.tensor([29, 0, 0, 13])
+    assert torch.equal(embedding(ids, table), table[ids])
+    assert torch.equal(embedding_reference.embedding(ids, table), table[ids].float())
+
+
+def test_wrong_operands_are_refused_in_one_sentence() -> None:
+    with pytest.raises(OperandError, match=r"token id 30 at row 1 is outside 0\.\.29"):
+        embedding(torch.tensor([0, 30]), torch.zeros(30, 4))
+    with pytest.raises(OperandError, match=r"x has shape \(2, 5\), the weight needs \[rows, 4\]"):
+        linear(torch.zeros(2, 5), pack_linear(torch.zeros(3, 4), LinearContract()))
+    with pytest.raises(OperandError, match="token id -1 at row 0"):
+        selected_logprob(torch.zeros(1, 4), torch.tensor([-1]), LogprobContract())
+    with pytest.raises(OperandError, match="must be equal"):
+        swiglu(torch.zeros(3), torch.zeros(4), SwigluContract())
+    with pytest.raises(OperandError, match="its 1 cache blocks end at 64"):
+        plan_attention([Chunk(0, 65, range(1))], Schedule())
+    with pytest.raises(OperandError, match=r"positions must lie in 0..3, got up to 4"):
+        rope_table(frequencies(4, 1e4), 4, RopeContract()).at(torch.tensor([4]))

@@ -1,0 +1,175 @@
+"""Claim: linear, rms_norm, rope, swiglu and the log-probability of a row depend on that row alone, bit for bit.
+
+Each operator goes through the invariance suite on one and two threads, and each suite is shown a wrong operator,
+of a kind people really write, which it catches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlk_ledger_kernels.contracts import LinearContract, LogprobContract, RmsNormContract, RopeContract, SwigluContract
+from rlk_ledger_kernels.invariance import first_mismatch, same_bits
+from rlk_ledger_kernels.ops.linear.tiled import leaf_spans, linear, pack_linear
+from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
+from rlk_ledger_kernels.ops.rope.tiled import frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.selected_logprob.tiled import linear_logprob, pack_head
+from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
+from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
+
+SCHEDULES = (Schedule(), *placebo_schedules(4))
+DTYPES = (torch.float32, torch.bfloat16)
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def rows(count: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn((count, width), generator=torch.Generator().manual_seed(count * 10_007 + width)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("k", "outputs"), [(128, 256), (384, 128), (1536, 96), (77, 13)])
+def test_linear_is_batch_invariant(threads: int, schedule: Schedule, dtype: torch.dtype, k: int, outputs: int) -> None:
+    packed = pack_linear(rows(outputs, k, dtype), LinearContract(output=NAMES[dtype], schedule=schedule))
+    assert first_mismatch(lambda x: linear(x, packed), rows(150, k, dtype)) is None
+
+
+def test_linear_gives_the_same_bits_on_one_and_two_threads() -> None:
+    packed = pack_linear(rows(256, 1536), LinearContract())
+    x = rows(700, 1536)
+    before = torch.get_num_threads()
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(linear(x, packed))
+    torch.set_num_threads(before)
+    assert same_bits(results[0], results[1])
+
+
+def test_linear_merges_shards_of_k_to_the_same_bits() -> None:
+    weight, x = rows(64, 1024), rows(40, 1024)
+    contract = LinearContract(schedule=Schedule(k_leaf=128))
+    whole = linear(x, pack_linear(weight, contract))
+    for ranks in (2, 4, 8):
+        width = 1024 // ranks
+        parts = [
+            linear(x[:, r * width : (r + 1) * width], pack_linear(weight[:, r * width : (r + 1) * width], contract))
+            for r in range(ranks)
+        ]
+        while len(parts) > 1:
+            parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+        assert same_bits(parts[0], whole)
+
+
+def split_k_by_shape(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Wrong: few rows split K in two to keep more cores busy, many rows do not."""
+
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        packed = pack_linear(weight, LinearContract(schedule=Schedule(k_leaf=64 if x.shape[0] < 32 else 128)))
+        return linear(x, packed)
+
+    return operator
+
+
+def test_the_suite_catches_split_k_by_shape() -> None:
+    found = first_mismatch(split_k_by_shape(rows(32, 128)), rows(150, 128))
+    assert found is not None
+    assert found.transform.startswith("T1")
+
+
+def test_the_suite_catches_a_plain_matmul() -> None:
+    weight = rows(96, 1536)
+    assert first_mismatch(lambda x: x @ weight.T, rows(150, 1536)) is not None
+
+
+@pytest.mark.parametrize("order", ["hf", "kernel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 128, 100, 896])
+def test_rms_norm_is_batch_invariant(threads: int, width: int, dtype: torch.dtype, order: str) -> None:
+    weight = rows(1, width, dtype)[0]
+    contract = RmsNormContract(output=NAMES[dtype], rounding_order=order)
+    assert first_mismatch(lambda x: rms_norm(x, weight, contract), rows(150, width, dtype)) is None
+
+
+def test_the_suite_catches_a_norm_over_the_batch() -> None:
+    """Wrong: the sum of squares is shared by the rows of a tile."""
+    weight = torch.ones(64)
+    assert first_mismatch(lambda x: x / x.square().mean().sqrt() * weight, rows(150, 64)) is not None
+
+
+@pytest.mark.parametrize("materialise", ["activation", "product"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 13, 384, 1001])
+def test_swiglu_is_batch_invariant(threads: int, width: int, dtype: torch.dtype, materialise: str) -> None:
+    contract = SwigluContract(output=NAMES[dtype], materialise=materialise)
+    both = rows(150, 2 * width, dtype)
+    assert first_mismatch(lambda x: swiglu(x[:, :width], x[:, width:], contract), both) is None
+
+
+def test_the_suite_catches_torch_silu() -> None:
+    """Wrong on a CPU: the last elements of a thread's share take a scalar path with other bits."""
+    assert first_mismatch(lambda x: torch.nn.functional.silu(x * 4), rows(150, 13)) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_is_batch_invariant(threads: int, dtype: torch.dtype) -> None:
+    contract = RopeContract(table=NAMES[dtype], arithmetic=NAMES[dtype])
+    table = rope_table(frequencies(32, 10000.0), 64, contract)
+    x = torch.cat((torch.arange(150)[:, None] % 64, rows(150, 96)), dim=1).to(dtype)
+
+    def operator(packed: torch.Tensor) -> torch.Tensor:
+        positions = packed[:, 0].nan_to_num(0.0, 0.0, 0.0).clamp(0, 63).to(torch.int64)
+        return rope(packed[:, 1:].unflatten(1, (3, 32)), table.at(positions), contract)
+
+    assert first_mismatch(operator, x) is None
+
+
+def test_a_rope_table_does_not_depend_on_its_length() -> None:
+    contract = RopeContract()
+    long = rope_table(frequencies(64, 1e6), 513, contract)
+    for length in (1, 7, 100):
+        short = rope_table(frequencies(64, 1e6), length, contract)
+        assert same_bits(short.cos_PD, long.cos_PD[:length])
+        assert same_bits(short.sin_PD, long.sin_PD[:length])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("vocabulary", [272, 1000, 3])
+def test_linear_logprob_is_batch_invariant(
+    threads: int, vocabulary: int, schedule: Schedule, dtype: torch.dtype
+) -> None:
+    contract = LogprobContract(temperature=0.7, logits=NAMES[dtype], schedule=schedule)
+    head = pack_head(rows(vocabulary, 64, dtype), contract)
+    x = torch.cat((torch.arange(150)[:, None] % min(vocabulary, 128), rows(150, 64)), dim=1).to(dtype)
+
+    def operator(packed: torch.Tensor) -> torch.Tensor:
+        tokens = packed[:, 0].nan_to_num(0.0, 0.0, 0.0).clamp(0, min(vocabulary, 128) - 1).to(torch.int64)
+        return linear_logprob(packed[:, 1:], head, tokens)
+
+    assert first_mismatch(operator, x) is None
+
+
+def test_the_suite_catches_a_vocabulary_tile_chosen_by_batch() -> None:
+    """Wrong: the width of a vocabulary tile follows the number of rows."""
+    weight = rows(272, 64) * 0.3
+
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        contract = LogprobContract(schedule=Schedule(vocab_tile=64 if x.shape[0] < 32 else 272))
+        return linear_logprob(x, pack_head(weight, contract), torch.zeros(x.shape[0], dtype=torch.int64))
+
+    assert first_mismatch(operator, rows(150, 64)) is not None
+
+
+def test_leaves_partition_k_and_respect_the_limit() -> None:
+    for k in (1, 7, 128, 129, 384, 1000, 4096):
+        for leaf in (1, 24, 128, 256):
+            spans = leaf_spans(k, leaf)
+            assert spans[0][0] == 0
+            assert spans[-1][1] == k
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+            assert all(0 < end - start <= leaf for start, end in spans)
