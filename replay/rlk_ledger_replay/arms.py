@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def arm_counts(arms: list[Arm], tokens: Tokens) -> ArmCounts | None:
     )
 
 
-def chain(tokens: Tokens, reference: References) -> dict[str, dict[str, Any]]:
+def chain(tokens: Tokens, reference: References) -> dict[str, dict[str, float]]:
     """t/r = (t / prefill) x (prefill / decode) x (decode / r) as log-ratios, over tokens and summed over samples.
 
     Per link: mean, RMS and max of abs in nats a token, and the mean over samples of the summed log-ratio, which add

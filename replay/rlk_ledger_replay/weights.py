@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import torch
-from rlk_ledger_sdk.weights import state_digest
 
-from rlk_ledger_replay.checkpoint import Checkpoint, load_checkpoint
+from rlk_ledger_replay.checkpoint import Checkpoint, ModelConfig, load_checkpoint
 from rlk_ledger_schemas.errors import LedgerError, UsageError
 from rlk_ledger_schemas.fingerprints import file_digest, tensors_digest
+from rlk_ledger_sdk.weights import state_digest
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Held:
-    """A checkpoint in memory and whether it is the recorded one.
+    """A checkpoint that was read, its shapes, and whether it is the recorded one; its tensors are let go.
 
     status: `passed` when a recorded digest matches, `failed` when one does not, `unknown` when none was recorded or
     its scheme is not one this reader computes.
@@ -42,7 +42,7 @@ class Held:
 
     version: str
     folder: Path
-    checkpoint: Checkpoint
+    config: ModelConfig
     status: Literal["passed", "failed", "unknown"]
     reason: str
     digest: str
@@ -89,12 +89,13 @@ def hold(recorded: Recorded, folder: Path) -> Held:
     """Reads the checkpoint in `folder` and compares its digest with the recorded one; raises CheckpointError."""
     checkpoint = load_checkpoint(folder)
     status, reason, digest = _compare(recorded, folder, checkpoint)
-    return Held(recorded.version, folder, checkpoint, status, reason, digest)
+    return Held(recorded.version, folder, checkpoint.config, status, reason, digest)
 
 
 def live_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """`sum64x2` over the tensors, the tied head left out by the caller."""
-    return state_digest(dict(tensors))[0]
+    digest, _ = state_digest(dict(tensors))
+    return digest
 
 
 def _candidates(recorded: Recorded, ledger_url: str, template: str | None) -> list[Path]:

@@ -1,0 +1,82 @@
+"""What a replay answers, as one value: the verdict, what it rests on, and the same as plain data for machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlk_ledger.audit.finding import AuditResult, Finding, plain
+from rlk_ledger_replay.decision import Decision, Verdict
+from rlk_ledger_replay.judgement import Judgement, evidence
+from rlk_ledger_replay.preparation import Prepared, Request
+from rlk_ledger_replay.scores import Scores
+from rlk_ledger_schemas import tolerances
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """One replay of one run. `scores` is None where the reference did not score; `seconds` is wall time."""
+
+    run_id: str
+    replay_id: str
+    verdict: Verdict
+    exit_code: int
+    findings: tuple[Finding, ...]
+    judgement: Judgement
+    audit: AuditResult
+    prepared: Prepared
+    request: Request
+    scores: Scores | None
+    seconds: float
+
+    @property
+    def decision(self) -> Decision:
+        """What the numbers say about the cause."""
+        return self.judgement.decision
+
+    def counts(self) -> dict[str, int]:
+        """How much was compared: tokens, samples, groups, and samples that could have been."""
+        tokens = self.prepared.tokens
+        return {
+            "tokens": 0 if tokens is None else len(tokens),
+            "samples": len(self.prepared.selection.pairs),
+            "groups": 0 if tokens is None else tokens.clusters,
+            "available": self.prepared.selection.available,
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """Shares, distances, floors, multiples, noise, links and residual as plain values."""
+        found = self.judgement
+        residual = found.residual
+        return {
+            **evidence(found.shares, found.floors),
+            "noise": {side: dict(values) for side, values in found.noise.items()},
+            "chain": {name: dict(link) for name, link in found.links.items()},
+            "residual": None if residual is None else {"decision": residual.decision, "reason": residual.reason},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON document with stable keys."""
+        found = self.judgement
+        document = {
+            "run_id": self.run_id,
+            "replay_id": self.replay_id,
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "decision": self.decision.decision,
+            "reason": self.decision.reason,
+            "side": self.decision.side,
+            "findings": [one.to_dict() for one in self.findings],
+            "counts": self.counts(),
+            "numbers": self.numbers(),
+            "arms": {
+                arm.arm: {"applied": arm.applied, "tokens": arm.drift.tokens, "metrics": arm.drift.values}
+                for arm in found.arms
+            },
+            "gates": [{"gate": g.gate, "status": g.status, "reason": g.reason} for g in found.gates],
+            "selection": self.prepared.selection.as_dict(),
+            "tolerance_version": tolerances.VERSION,
+            "tolerance_fingerprint": tolerances.FINGERPRINT,
+            "seconds": round(self.seconds, 3),
+        }
+        return plain(document)  # type: ignore[no-any-return]

@@ -1,0 +1,150 @@
+"""One replay from a run id to a verdict: verify, audit, prepare, score, judge, record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlk_ledger.verify import verify
+
+from rlk_ledger.audit import AuditResult, audit
+from rlk_ledger.audit.backends import determinism
+from rlk_ledger.audit.finding import Finding
+from rlk_ledger.audit.view import make_view
+from rlk_ledger.history import History, load_history
+from rlk_ledger.ledger import Ledger
+from rlk_ledger.pairs import PairedSample, Pairing, pair
+from rlk_ledger_kernels.errors import InvarianceError, KernelError
+from rlk_ledger_replay.arms import ARMS, ArmName
+from rlk_ledger_replay.checkpoint import CheckpointError
+from rlk_ledger_replay.judgement import Judgement, judge, unscored
+from rlk_ledger_replay.preparation import Prepared, Request, prepare
+from rlk_ledger_replay.record import new_replay_id, record
+from rlk_ledger_replay.result import ReplayResult
+from rlk_ledger_replay.scores import Scores, score, scorings
+from rlk_ledger_replay.semantics import SIDES
+from rlk_ledger_replay.verdict import combine
+from rlk_ledger_schemas.errors import LedgerError
+
+
+class Progress(Protocol):
+    """Told how far a replay is."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """A stage begins; `total` counts its units, where known."""
+
+    def advance(self, units: int) -> None:
+        """So many units of the current stage are done."""
+
+
+@dataclass
+class Silent:
+    """Progress nobody watches."""
+
+    stages: list[str] = field(default_factory=list)
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Keeps the name."""
+        self.stages.append(name)
+
+    def advance(self, units: int) -> None:
+        """Nothing to show."""
+
+
+def replay(
+    ledger: Ledger,
+    run_id: str,
+    *,
+    where: str | None = None,
+    request: Request | None = None,
+    arms: Sequence[ArmName] = ARMS,
+    progress: Progress | None = None,
+    keep: bool = True,
+) -> ReplayResult:
+    """Replays a run and records the answer.
+
+    where: a SQL condition over the `samples` view. arms: which arms to report; `both_native` alone needs no model.
+    keep: whether the result is recorded in the ledger. Raises LedgerError when the run does not exist or does not
+    verify, UsageError for a malformed condition or weights template.
+    """
+    started = time.monotonic()
+    request, progress = request or Request(), progress or Silent()
+    progress.stage("verify")
+    _verified(ledger, run_id)
+    progress.stage("audit")
+    history = load_history(ledger, run_id)
+    pairing = pair(history)
+    audited = audit(history)
+    progress.stage("prepare")
+    prepared = prepare(ledger, history, pairing, _chosen(ledger, run_id, pairing, where), request)
+    judgement, scores = _judge(prepared, history, pairing, request, tuple(arms), progress)
+    findings, verdict, code = combine(audited, judgement.findings, judgement.decision)
+    result = ReplayResult(
+        run_id=run_id,
+        replay_id=new_replay_id(),
+        verdict=verdict,
+        exit_code=code,
+        findings=findings,
+        judgement=judgement,
+        audit=audited,
+        prepared=prepared,
+        request=request,
+        scores=scores,
+        seconds=time.monotonic() - started,
+    )
+    if keep:
+        progress.stage("record")
+        with ledger.writer(run_id, role="replay") as writer:
+            record(result, writer)
+    return result
+
+
+def _verified(ledger: Ledger, run_id: str) -> None:
+    """Refuses a run whose bytes are not the recorded ones: a verdict on them would be about something else."""
+    checked = verify(ledger, run_id)
+    if checked.exit_code == 1:
+        worst = checked.findings[0]
+        raise LedgerError(
+            f"run {run_id!r} does not verify ({worst}); `rlk-ledger verify {run_id}` says what was changed. "
+            f"Nothing was replayed."
+        )
+
+
+def _chosen(ledger: Ledger, run_id: str, pairing: Pairing, where: str | None) -> list[PairedSample]:
+    if where is None:
+        return pairing.pairs
+    from rlk_ledger.views import select_samples
+
+    chosen = select_samples(ledger, run_id, where)
+    return [one for one in pairing.pairs if one.sample.sample_id in chosen]
+
+
+def _judge(
+    prepared: Prepared,
+    history: History,
+    pairing: Pairing,
+    request: Request,
+    arms: tuple[ArmName, ...],
+    progress: Progress,
+) -> tuple[Judgement, Scores | None]:
+    if prepared.blocked is not None:
+        return unscored(prepared, prepared.blocked), None
+    if set(arms) <= {"both_native"}:
+        return unscored(prepared, "only the recorded values were asked for", requested=True), None
+    assert prepared.tokens is not None
+    pairs, folders = prepared.selection.pairs, prepared.folders or {}
+    progress.stage("score", scorings(prepared.tokens, prepared.passes))
+    try:
+        scores = score(
+            pairs, prepared.tokens, prepared.passes, folders, threads=request.threads, advance=progress.advance
+        )
+    except (KernelError, InvarianceError, CheckpointError, MemoryError) as error:
+        return unscored(prepared, f"{type(error).__name__}: {error}"), None
+    progress.stage("judge")
+    proof = {history.role(one["writer"]) for one in determinism(make_view(history, pairing))}
+    return judge(prepared, scores, pairing.versions, arms=arms, determinism=proof.issuperset(SIDES)), scores
+
+
+__all__ = ["AuditResult", "Finding", "Progress", "ReplayResult", "Request", "Silent", "replay"]
