@@ -16,9 +16,10 @@ from rlk_ledger.contact import Contact, meet
 from rlk_ledger.ledger import Run
 from rlk_ledger.records import Record
 from rlk_ledger.segments import SEGMENT_BYTES
+from rlk_ledger.spans import merged
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.codec import decode_envelope
-from rlk_ledger_schemas.errors import RlkError
+from rlk_ledger_schemas.errors import RlkError, StoreError
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_schemas.objects import FORMAT, Receipt, RunInfo
 
@@ -142,9 +143,7 @@ class Outbox:
             self._commit(receipt)
             break
         else:
-            raise RlkError(
-                f"eight shipper identities of run {self.run_id!r} are taken at {self.url}; is a copy running?"
-            )
+            raise StoreError(f"{self.url}: eight shipper identities of run {self.run_id!r} in a row were taken.")
         self.inflight, self._draft = None, None
 
     def _connect(self, batch: Batch) -> Chain:
@@ -196,19 +195,9 @@ class Outbox:
         for writer in receipt.writers:
             held = self.committed.setdefault(writer.writer_id, [])
             held.extend(held_ranges(writer))
-            held[:] = _merged(held)
+            held[:] = merged(held)
             if writer.dead:
                 self.stated.add(writer.writer_id)
-
-
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
-        if out and first <= out[-1][1] + 1:
-            out[-1] = (out[-1][0], max(last, out[-1][1]))
-        else:
-            out.append((first, last))
-    return out
 
 
 def declared(header: SpoolHeader, records: list[Record]) -> RunInfo:

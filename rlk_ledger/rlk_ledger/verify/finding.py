@@ -1,0 +1,96 @@
+"""What verify says: findings with a kind, a severity and a place, and the exit code they add up to."""
+
+from typing import Literal
+
+import msgspec
+
+from rlk_ledger_schemas.findings import Exit, Severity, exit_code
+
+# kind -> (severity, what it means). An `error` is a change or a corruption, a `gap` is something that is missing, an
+# `info` is named and fine.
+KINDS: dict[str, tuple[Severity, str]] = {
+    "ledger.unreadable": ("error", "ledger.json is missing, does not parse or demands a newer reader"),
+    "ledger.changed": ("error", "ledger.json is not the one a chain began under"),
+    "run.unreadable": ("error", "run.json is missing or does not parse"),
+    "run.changed": ("error", "run.json is not the one a chain began under, or belongs elsewhere"),
+    "receipt.unreadable": ("error", "a receipt does not parse, or `self` does not match its content"),
+    "receipt.missing": ("error", "a receipt in the middle of a chain is gone"),
+    "receipt.misplaced": ("error", "a receipt stands where another belongs"),
+    "receipt.unlinked": ("error", "a receipt does not follow the one before it: reordered, replaced or forged"),
+    "object.unknown": ("error", "an object among the receipts that is no receipt"),
+    "segment.missing": ("error", "a segment that a receipt names is gone"),
+    "segment.changed": ("error", "a segment's bytes are not those its receipt describes"),
+    "segment.unreadable": ("error", "a segment does not decode"),
+    "segment.contradicts": ("error", "a segment holds other events than its receipt says"),
+    "leaf.differs": ("error", "an event's bytes do not give its leaf"),
+    "projection.differs": ("error", "a column does not say what the event says"),
+    "fork": ("error", "one (writer, sequence number) holds two different events"),
+    "seqs.missing": ("gap", "sequence numbers of a writer are in no segment and no gap event explains them"),
+    "seqs.dropped": ("gap", "sequence numbers a gap event says were dropped"),
+    "bytes.lost": ("gap", "bytes of a spool that were no event"),
+    "rank.missing": ("gap", "a rank of the roster never reported"),
+    "writer.killed": ("info", "a writer that died; what it had recorded was recovered"),
+    "writer.open": ("info", "a writer that has not closed yet; what it adds later cannot be missed yet"),
+    "run.open": ("info", "ranks that have not reported while the run is still open"),
+    "duplicates": ("info", "events committed twice with the same bytes; views show them once"),
+    "segment.garbage": ("info", "a segment no receipt names: it does not exist for readers"),
+}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One finding: what, in which object, and where in it as far as that can be told.
+
+    `first` and `last` are sequence numbers of `writer`, both included; `byte` and `end_byte` are offsets in the
+    object, the end not included.
+    """
+
+    kind: str
+    severity: Severity
+    object: str
+    text: str
+    writer: str | None = None
+    first: int | None = None
+    last: int | None = None
+    byte: int | None = None
+    end_byte: int | None = None
+
+
+class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Every finding, what was looked at, and the exit code: 0 intact, 1 tampered or corrupt, 3 incomplete."""
+
+    findings: tuple[Finding, ...]
+    exit_code: Exit
+    verdict: Literal["intact", "tampered", "incomplete"]
+    deep: bool
+    runs: int
+    receipts: int
+    segments: int
+    events: int
+    bytes: int
+
+
+def finding(kind: str, object_: str, text: str, **where: int | str | None) -> Finding:
+    """A finding of `kind`; raises KeyError for a kind that is not in KINDS."""
+    return Finding(kind=kind, severity=KINDS[kind][0], object=object_, text=text, **where)  # type: ignore[arg-type]
+
+
+def result(
+    findings: list[Finding], *, deep: bool, runs: int, receipts: int, segments: int, events: int, size: int
+) -> VerifyResult:
+    """The result with its exit code; findings come worst first, then by object."""
+    order = {"error": 0, "gap": 1, "info": 2}
+    ordered = sorted(findings, key=lambda f: (order[f.severity], f.object, f.writer or "", f.first or 0, f.kind))
+    code = exit_code(f.severity for f in ordered)
+    verdict: Literal["intact", "tampered", "incomplete"]
+    verdict = "tampered" if code == Exit.ERROR else "incomplete" if code == Exit.GAP else "intact"
+    return VerifyResult(
+        findings=tuple(ordered),
+        exit_code=code,
+        verdict=verdict,
+        deep=deep,
+        runs=runs,
+        receipts=receipts,
+        segments=segments,
+        events=events,
+        bytes=size,
+    )

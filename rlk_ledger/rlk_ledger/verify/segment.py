@@ -1,0 +1,176 @@
+"""One segment against its receipt. Everything here depends on nothing but the two, so segments may be checked apart."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlk_ledger import layout
+from rlk_ledger.chain import writer_ranges
+from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
+from rlk_ledger.segments import content_root, read_segment, write_segment
+from rlk_ledger.store import Missing, Store
+from rlk_ledger.verify.finding import Finding, finding
+from rlk_ledger_schemas.codec import decode_envelope, leaf_hash
+from rlk_ledger_schemas.errors import FormatError
+from rlk_ledger_schemas.objects import Receipt, WriterRange
+
+_AT_MOST = 20
+"""Findings of one kind listed for one segment; the rest is counted."""
+
+
+def check_segment(store: Store, run_id: str, receipt: Receipt, deep: bool) -> list[Finding]:
+    """What is wrong with the segment of `receipt`: its file always, its every event when `deep`. Raises StoreError."""
+    path = layout.segment_path(run_id, receipt.segment.name)
+    try:
+        data = store.read(path)
+    except Missing:
+        return [finding("segment.missing", path, f"the segment of receipt {receipt.n} is gone", **_span(receipt))]
+    if len(data) != receipt.segment.bytes or hashlib.sha256(data).hexdigest() != receipt.segment.sha256[7:]:
+        return [_changed(path, data, receipt)]
+    if not deep:
+        return []
+    try:
+        return list(_check_events(path, read_segment(data, checksums=True), receipt))
+    except FormatError as error:
+        return [finding("segment.unreadable", path, str(error), **_span(receipt))]
+
+
+def _span(receipt: Receipt) -> dict[str, int | str]:
+    """Writer and range of a segment that holds one writer's events; of several, none is named."""
+    held = [w for w in receipt.writers if w.ranges != ()]
+    return {"writer": held[0].writer_id, "first": held[0].first, "last": held[0].last} if len(held) == 1 else {}
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def _changed(path: str, data: bytes, receipt: Receipt) -> Finding:
+    """The finding for bytes that are not the receipt's, with the place of the change as narrow as it can be told."""
+    size = receipt.segment.bytes
+    if len(data) != size:
+        what = "cut short" if len(data) < size else "longer"
+        text = f"{what}: {len(data)} bytes, the receipt says {size}"
+        return finding("segment.changed", path, text, byte=min(len(data), size), **_span(receipt))
+    where = _rewritten(data, receipt) or _damaged_page(data)
+    if where is None:
+        return finding("segment.changed", path, "its SHA-256 is not the receipt's", **_span(receipt))
+    start, end, text = where
+    return finding("segment.changed", path, text, byte=start, end_byte=end, **_span(receipt))
+
+
+def _rewritten(data: bytes, receipt: Receipt) -> tuple[int, int, str] | None:
+    """The bytes that differ from what the writer made, known when the events still decode and re-encode to it."""
+    try:
+        again = write_segment(list(rows(read_segment(data, checksums=True)))).data
+    except (FormatError, pa.ArrowException):
+        return None
+    if f"sha256:{hashlib.sha256(again).hexdigest()}" != receipt.segment.sha256 or len(again) != len(data):
+        return None
+    differing = np.flatnonzero(np.frombuffer(again, np.uint8) != np.frombuffer(data, np.uint8))
+    first, last = int(differing[0]), int(differing[-1])
+    return first, last + 1, f"{len(differing)} bytes were changed, the events still decode"
+
+
+def _damaged_page(data: bytes) -> tuple[int, int, str] | None:
+    """The first column chunk whose pages do not pass their checksums, or the footer."""
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little") if len(data) >= 12 else 0
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    except (pa.ArrowException, OSError, ValueError):
+        return max(footer, 0), len(data), "the footer does not decode"
+    for group in range(file.num_row_groups):
+        for column in range(file.metadata.num_columns):
+            chunk = file.metadata.row_group(group).column(column)
+            try:
+                file.read_row_group(group, columns=[chunk.path_in_schema], use_threads=False)
+            except (pa.ArrowException, OSError, ValueError):
+                start = chunk.dictionary_page_offset or chunk.data_page_offset
+                text = f"column `{chunk.path_in_schema}` of row group {group} fails its page checksum"
+                return start, start + chunk.total_compressed_size, text
+    return None
+
+
+# -- the events ----------------------------------------------------------------------------------------------------
+
+
+def _check_events(path: str, table: pa.Table, receipt: Receipt) -> Iterator[Finding]:
+    records = list(rows(table))
+    yield from _limited(_check_leaves(path, records, receipt))
+    yield from _check_receipt(path, records, receipt)
+    yield from _limited(_check_projections(path, table, records))
+
+
+def _check_leaves(path: str, records: Sequence[Record], receipt: Receipt) -> Iterator[Finding]:
+    for record in records:
+        where: dict[str, int | str] = {"writer": record.writer_id, "first": record.seq, "last": record.seq}
+        if leaf_hash(record.envelope, record.arrays) != record.leaf:
+            yield finding("leaf.differs", path, "the event's bytes do not give its leaf", **where)
+            continue
+        fields = decode_envelope(record.envelope)
+        inside = (fields.get("writer_id"), fields.get("seq"), fields.get("run_id"))
+        if inside != (record.writer_id, record.seq, receipt.run_id):
+            yield finding("projection.differs", path, f"the event says it is {inside[1]} of {inside[0]}", **where)
+
+
+def _check_receipt(path: str, records: Sequence[Record], receipt: Receipt) -> Iterator[Finding]:
+    root = content_root(records)
+    if f"sha256:{root.hex()}" != receipt.root:
+        yield finding("segment.contradicts", path, "the leaves do not add up to the receipt's root")
+    if layout.segment_name(receipt.shipper, receipt.n, root) != receipt.segment.name:
+        yield finding("segment.contradicts", path, f"a segment with this content has another name than {path}")
+    if len(records) != receipt.segment.rows:
+        yield finding("segment.contradicts", path, f"{len(records)} events, the receipt says {receipt.segment.rows}")
+    if len({(r.writer_id, r.seq) for r in records}) != len(records):
+        yield finding("segment.contradicts", path, "it holds one (writer, sequence number) twice")
+    said = {w.writer_id: _plain(w) for w in receipt.writers}
+    found = {w.writer_id: _plain(w) for w in writer_ranges(records, {})}
+    for writer_id in sorted(said.keys() | found.keys()):
+        if said.get(writer_id, ((), 0, False)) != found.get(writer_id, ((), 0, False)):
+            text = f"the receipt says {said.get(writer_id)} of this writer, the segment holds {found.get(writer_id)}"
+            yield finding("segment.contradicts", path, text, writer=writer_id)
+    if write_segment(records).counts != receipt.types:
+        yield finding("segment.contradicts", path, "types, counts or steps are not those of the receipt")
+
+
+def _plain(writer: WriterRange) -> tuple[object, ...]:
+    spans = ((writer.first, writer.last),) if writer.ranges is None else writer.ranges
+    return tuple(tuple(span) for span in spans), writer.gaps or 0, bool(writer.closed)
+
+
+def _check_projections(path: str, table: pa.Table, records: Sequence[Record]) -> Iterator[Finding]:
+    """Compares every column that is computed from the event with what it must be, bit for bit."""
+    expected = build_table(records)
+    if table.schema.names != expected.schema.names or array_names(table) != array_names(expected):
+        yield finding("projection.differs", path, "the segment has other columns than its events give it")
+        return
+    for name in PROJECTIONS:
+        have, want = table[name], expected[name]
+        if have.type != want.type:
+            yield finding("projection.differs", path, f"column `{name}` is {have.type}, it must be {want.type}")
+            continue
+        if _bits(have) == _bits(want):
+            continue
+        for row, (a, b) in enumerate(zip(_bits(have), _bits(want), strict=True)):
+            if a != b:
+                where: dict[str, int | str] = {"writer": records[row].writer_id, "first": records[row].seq}
+                yield finding("projection.differs", path, f"column `{name}` does not say what the event says", **where)
+
+
+def _bits(column: pa.ChunkedArray) -> list[object]:
+    """The column's values, floats as their bits: a NaN equals itself and -0.0 is not 0.0."""
+    if column.type != pa.float64():
+        return column.to_pylist()  # type: ignore[no-any-return]
+    chunks = [chunk.view(pa.int64()) for chunk in column.chunks]
+    return pa.chunked_array(chunks, pa.int64()).to_pylist()  # type: ignore[no-any-return]
+
+
+def _limited(findings: Iterator[Finding]) -> Iterator[Finding]:
+    for count, item in enumerate(findings):
+        if count < _AT_MOST:
+            yield item
+        else:
+            more = 1 + sum(1 for _ in findings)
+            yield finding(item.kind, item.object, f"and {more} more of this kind")

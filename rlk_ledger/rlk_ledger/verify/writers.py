@@ -1,0 +1,176 @@
+"""Writers across a run's segments: numbers missing, dropped or held twice, forks, ends, and the roster."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rlk_ledger import layout
+from rlk_ledger.chain import held_ranges
+from rlk_ledger.segments import read_records
+from rlk_ledger.spans import intersect, merged, subtract, total
+from rlk_ledger.store import Missing, Store
+from rlk_ledger.verify.finding import Finding, finding
+from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import FormatError
+from rlk_ledger_schemas.objects import Receipt, RunInfo
+
+_Spans = list[tuple[int, int]]
+
+
+def check_writers(
+    store: Store, run_id: str, receipts: Sequence[Receipt], info: RunInfo | None, damaged: Iterable[str]
+) -> list[Finding]:
+    """What the receipts, the gap events and the writers' own words say about each writer and about the roster.
+
+    `damaged` are paths of segments that cannot be read; what they held is not searched. Raises StoreError.
+    """
+    spans: dict[str, _Spans] = {}
+    for receipt in receipts:
+        for writer in receipt.writers:
+            spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
+    events = _Reader(store, run_id, receipts, frozenset(damaged))
+    dropped = _dropped(events)
+    shippers = {receipt.shipper for receipt in receipts}
+    ends = _Ends(receipts)
+    findings: list[Finding] = []
+    for writer_id in sorted(spans):
+        findings += _missing(run_id, writer_id, merged(spans[writer_id]), dropped.get(writer_id, []))
+        findings += _repeated(events, run_id, receipts, writer_id)
+        findings += ends.of(run_id, writer_id, shipper=writer_id in shippers)
+    open_ = [w for w in spans if w not in shippers and not ends.ended(w)]
+    return findings + list(_roster(events, run_id, info, bool(open_)))
+
+
+class _Reader:
+    """Reads the events of a few types out of the segments that hold them."""
+
+    def __init__(self, store: Store, run_id: str, receipts: Sequence[Receipt], damaged: frozenset[str]) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.receipts = receipts
+        self.damaged = damaged
+
+    def events(self, type_name: str) -> Iterator[dict[str, Any]]:
+        for receipt in self.receipts:
+            if any(t.type == type_name for t in receipt.types):
+                for record in self.records(receipt, {type_name}):
+                    yield decode_envelope(record.envelope)
+
+    def records(self, receipt: Receipt, types: set[str] | None) -> list[Any]:
+        path = layout.segment_path(self.run_id, receipt.segment.name)
+        if path in self.damaged:
+            return []
+        try:
+            return list(read_records(self.store.read(path), types))
+        except (Missing, FormatError):
+            return []
+
+
+def _dropped(events: _Reader) -> dict[str, _Spans]:
+    out: dict[str, _Spans] = {}
+    for fields in events.events("gap"):
+        first, last = fields.get("first"), fields.get("last")
+        if type(first) is int and type(last) is int and first <= last:
+            out.setdefault(str(fields.get("writer_id")), []).append((first, last))
+    return {writer: merged(found) for writer, found in out.items()}
+
+
+def _missing(run_id: str, writer_id: str, held: _Spans, dropped: _Spans) -> Iterator[Finding]:
+    if not held:
+        return
+    run = layout.run_root(run_id)
+    absent = subtract([(0, held[-1][1])], held)
+    for first, last in subtract(absent, dropped):
+        text = f"{last - first + 1} sequence numbers are in no segment and no gap event explains them"
+        yield finding("seqs.missing", run, text, writer=writer_id, first=first, last=last)
+    for first, last in intersect(absent, dropped):
+        text = f"{last - first + 1} sequence numbers were dropped by the recorder, which said so in a gap event"
+        yield finding("seqs.dropped", run, text, writer=writer_id, first=first, last=last)
+
+
+def _repeated(events: _Reader, run_id: str, receipts: Sequence[Receipt], writer_id: str) -> Iterator[Finding]:
+    """Numbers held by two receipts: the same leaf is a duplicate, another one is a fork."""
+    seen: _Spans = []
+    holders: list[tuple[Receipt, _Spans]] = []
+    twice: _Spans = []
+    for receipt in receipts:
+        held = merged([span for w in receipt.writers if w.writer_id == writer_id for span in held_ranges(w)])
+        if held:
+            twice += intersect(held, seen)
+            seen = merged(seen + held)
+            holders.append((receipt, held))
+    twice = merged(twice)
+    if not twice:
+        return
+    leaves: dict[int, tuple[bytes, str]] = {}
+    forks = 0
+    for receipt, held in holders:
+        if not intersect(held, twice):
+            continue
+        path = layout.segment_path(run_id, receipt.segment.name)
+        for record in events.records(receipt, None):
+            if record.writer_id != writer_id or not intersect([(record.seq, record.seq)], twice):
+                continue
+            before = leaves.setdefault(record.seq, (record.leaf, path))
+            if before[0] != record.leaf:
+                forks += 1
+                where = {"writer": writer_id, "first": record.seq, "last": record.seq}
+                yield finding("fork", path, f"{before[1]} holds another event under this number", **where)
+    if total(twice) > forks:
+        text = f"{total(twice) - forks} events were committed twice with the same bytes"
+        where = {"writer": writer_id, "first": twice[0][0], "last": twice[-1][1]}
+        yield finding("duplicates", layout.run_root(run_id), text, **where)
+
+
+class _Ends:
+    """How each writer ended, from the receipts."""
+
+    def __init__(self, receipts: Sequence[Receipt]) -> None:
+        self.closed: set[str] = set()
+        self.dead: set[str] = set()
+        self.lost: dict[str, int] = {}
+        self.where: dict[str, str] = {}
+        for receipt in receipts:
+            for writer in receipt.writers:
+                if writer.closed:
+                    self.closed.add(writer.writer_id)
+                if writer.dead:
+                    self.dead.add(writer.writer_id)
+                if writer.lost_bytes:
+                    self.lost[writer.writer_id] = self.lost.get(writer.writer_id, 0) + writer.lost_bytes
+                    path = layout.receipt_path(receipt.run_id, receipt.shipper, receipt.n)
+                    self.where[writer.writer_id] = path
+
+    def ended(self, writer_id: str) -> bool:
+        """Whether the writer said it closed or was found dead."""
+        return writer_id in self.closed or writer_id in self.dead
+
+    def of(self, run_id: str, writer_id: str, shipper: bool) -> Iterator[Finding]:
+        """The findings about one writer's end; a shipper's own statements need none."""
+        run = layout.run_root(run_id)
+        lost = self.lost.get(writer_id, 0)
+        if lost:
+            text = f"{lost} bytes of its spool were no event: an unfinished record, or damage on the node's disk"
+            yield finding("bytes.lost", self.where[writer_id], text, writer=writer_id)
+        if writer_id in self.dead and writer_id not in self.closed:
+            text = "it was killed" + ("" if lost else "; everything it had recorded was recovered")
+            yield finding("writer.killed", run, text, writer=writer_id)
+        elif writer_id not in self.closed and not shipper:
+            yield finding("writer.open", run, "it has not closed: more may come", writer=writer_id)
+
+
+def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> Iterator[Finding]:
+    """Roles and world sizes of run.json against the writers that opened; child processes are no members."""
+    if info is None or not info.roles:
+        return
+    ranks: dict[str, set[int]] = {}
+    for fields in events.events("writer.opened"):
+        if not fields.get("parent_writer"):
+            ranks.setdefault(str(fields.get("role")), set()).add(int(fields.get("rank", -1)))
+    for role, size in sorted(info.roles.items()):
+        absent = [str(rank) for rank in range(size) if rank not in ranks.get(role, set())]
+        if not absent:
+            continue
+        shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        text = f"of {size} {role} ranks these never reported: {shown}"
+        kind = "run.open" if open_ else "rank.missing"
+        yield finding(kind, layout.run_json(run_id), text)
