@@ -1,0 +1,103 @@
+"""Do the sides declare the same numeric contract? (contract.differs, evidence.incomplete)"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from rlk_ledger_schemas.contracts import differing_fields, field_class, undeclared_fields
+
+from rlk_ledger.audit.finding import Finding
+from rlk_ledger.audit.view import View
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (1.0, None),
+    "top_k": (-1, 0, None),
+    "min_p": (0.0, None),
+    "penalties": ({}, None),
+}
+
+
+def detect(view: View) -> Iterable[Finding]:
+    """Fields of the contracts that scores of both sides name, then contracts of other kinds."""
+    used: Counter[tuple[str, str]] = Counter()
+    for pair in view.pairs:
+        if pair.paired.any():
+            used[pair.rollout_series.first.contract_id, pair.training_series.first.contract_id] += 1
+    found: dict[str, Finding] = {}
+    for (left, right), samples in used.items():
+        for finding in _scores(view, left, right, samples):
+            found.setdefault(f"{finding.where.get('kind')}.{finding.where.get('field')}", finding)
+    yield from found.values()
+    yield from _other_kinds(view)
+
+
+def _scores(view: View, left_id: str, right_id: str, samples: int) -> Iterable[Finding]:
+    contracts = view.history.contracts
+    for contract_id in (left_id, right_id):
+        if contract_id not in contracts:
+            yield Finding(
+                "evidence.incomplete",
+                {"kind": "logprob", "field": "contract_id", "contract_id": contract_id},
+                {"reason": "scores name a contract that no writer declared", "samples": samples},
+                "Record contract.declared once per writer before its scores.",
+            )
+    if left_id not in contracts or right_id not in contracts:
+        return
+    left, right = contracts[left_id]["body"], contracts[right_id]["body"]
+    evidence = {"rollout_contract": left_id, "training_contract": right_id, "samples": samples}
+    same_semantics = effective(left) == effective(right)
+    for name, kind, a, b in differing_fields("logprob", left, right):
+        if same_semantics and (name == "mode" or name in _NEUTRAL):
+            continue
+        yield _differs("logprob", name, kind, a, b, evidence)
+    for name, kind in undeclared_fields("logprob", left, right):
+        if kind == "semantic" and name in ("mode", "temperature", "alignment") and not same_semantics:
+            yield Finding(
+                "evidence.incomplete",
+                {"kind": "logprob", "field": name, "side": "training" if name in left else "rollout"},
+                {"reason": "only one side declares this field; not declared is not equal", **evidence},
+                "Declare the field on both sides.",
+            )
+
+
+def effective(body: dict[str, Any]) -> dict[str, Any]:
+    """What a logprob contract's mode and sampling fields come to: raw log-probabilities ignore every transform."""
+    raw = body.get("mode") == "raw"
+    out: dict[str, Any] = {}
+    for name, neutral in _NEUTRAL.items():
+        if name in body and body[name] not in neutral and not raw:
+            out[name] = body[name]
+        elif name == "temperature" and name not in body and not raw:
+            out[name] = "undeclared"
+    return out
+
+
+def _differs(kind: str, name: str, cls: str, left: Any, right: Any, evidence: dict[str, Any]) -> Finding:
+    return Finding(
+        "contract.differs",
+        {"kind": kind, "field": name, "class": cls, "rollout": left, "training": right},
+        evidence,
+        f"Make `{name}` equal on both sides (rollout {left!r}, training {right!r}), or declare what really runs.",
+    )
+
+
+def _other_kinds(view: View) -> Iterable[Finding]:
+    """Kinds both roles declare exactly once (attention, norm, rope ...), so that what to compare is unambiguous."""
+    bodies: dict[str, dict[str, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for fact in view.history.of("contract.declared"):
+        role = view.history.role(fact.writer_id)
+        if role in ("rollout", "training") and fact.fields["kind"] != "logprob":
+            bodies[fact.fields["kind"]][role][fact.fields["contract_id"]] = fact.fields["body"]
+    for kind, sides in bodies.items():
+        if len(sides["rollout"]) != 1 or len(sides["training"]) != 1:
+            continue
+        (left_id, left), (right_id, right) = *sides["rollout"].items(), *sides["training"].items()
+        for name, cls, a, b in differing_fields(kind, left, right):
+            yield _differs(kind, name, cls, a, b, {"rollout_contract": left_id, "training_contract": right_id})
+
+
+def is_semantic(finding: Finding) -> bool:
+    """Whether a contract finding makes the sides not comparable."""
+    where = finding.where
+    return finding.finding_id == "contract.differs" and field_class(where["kind"], where["field"]) == "semantic"

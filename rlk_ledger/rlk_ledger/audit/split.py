@@ -1,0 +1,247 @@
+"""Is drift concentrated in one level of a recorded dimension? (drift.split)
+
+Response: log |d| minus the log of its median in the run's log-probability decile, because low-precision noise depends
+on the log-probability. Two statistics a sample: the mean (typical size) and the log RMS (a garbled minority). Unit: the
+sample. A dimension constant within a sample is tested by permuting membership within step, and within group where it
+varies inside groups (prompts differ, and their samples share that); where it does not, the group means must differ as
+well. A dimension that varies inside a sample is tested by sign flips of within-sample contrasts. At least 8 samples a
+level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
+
+from rlk_ledger.audit import dimensions, stats
+from rlk_ledger.audit.dimensions import Dimension
+from rlk_ledger.audit.finding import Finding
+from rlk_ledger.audit.view import Tokens, View
+
+Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.int64]
+
+MIN_SAMPLES = 8
+P_ADJUSTED = 0.001
+RATIO = 2.0
+P_GROUPS = 0.001
+_MIN_TOKENS = 4
+_MIN_SIDE_TOKENS = 2
+_DECILES = 10
+_SCALE_FLOOR = 0.05
+_LOW = -3.0
+STATISTICS = ("typical", "tail")
+_ALIAS_OVERLAP = 0.9
+
+
+@dataclass(slots=True)
+class Test:
+    """One (dimension, level, statistic) tried; `rows` (bool a token) are the level's compared tokens."""
+
+    dimension: Dimension
+    level: int
+    statistic: str
+    effect: float
+    p: float
+    samples: int
+    adjusted: float = 1.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger drift is in the level than beside it."""
+        return float(np.exp(min(self.effect, 50.0)))
+
+
+def response(tokens: Tokens) -> Float64:
+    """log(|d| / scale) of each compared token, at least -3; scale is the median |d| of its log-probability decile.
+
+    A decile whose median is nearly zero (confident tokens) takes 0.05 of the run's own median instead.
+    """
+    size = np.abs(tokens.d)
+    level = (tokens.r + tokens.t) / 2.0
+    cuts = np.quantile(level, np.linspace(0, 1, _DECILES + 1)[1:-1])
+    decile = np.searchsorted(cuts, level, side="right")
+    nonzero = size[size > 0]
+    floor = _SCALE_FLOOR * float(np.median(nonzero)) if nonzero.size else 1.0
+    scale = np.full(_DECILES, floor)
+    for i in range(_DECILES):
+        rows = size[decile == i]
+        if rows.size:
+            scale[i] = max(float(np.median(rows)), floor)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.maximum(np.log(size / scale[decile]), _LOW), np.float64)
+
+
+def detect(view: View) -> Iterable[Finding]:
+    """Levels of recorded dimensions whose drift is at least twice as large, beyond chance."""
+    equal = view.pairing.equal_fraction
+    if len(view.tokens) == 0 or (equal is not None and equal >= ZERO_DRIFT_FRACTION):
+        return
+    splitter = _Splitter(view)
+    tests = splitter.all_tests(np.ones(len(view.tokens), np.bool_))
+    for test, adjusted in zip(tests, stats.holm([t.p for t in tests])):
+        test.adjusted = adjusted
+    yield from splitter.report(tests)
+
+
+class _Splitter:
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.y = response(view.tokens)
+        self.between = dimensions.between(view)
+        self.within = dimensions.within(view)
+        steps = [p.sample.step if p.sample.step is not None else -1 for p in view.pairs]
+        groups = [p.sample.group_id or f"\0{i}" for i, p in enumerate(view.pairs)]
+        self.step = _codes(steps)
+        self.group = _codes(list(zip(steps, groups)))
+
+    def all_tests(self, keep: Bool) -> list[Test]:
+        """Every (dimension, level, statistic) over the kept tokens."""
+        out: list[Test] = []
+        for statistic in STATISTICS:
+            value, usable = self.per_sample(keep, statistic)
+            for dimension in self.between:
+                for level in _levels(dimension):
+                    out += self.test_between(dimension, level, statistic, value, usable)
+            for dimension in self.within:
+                for level in _levels(dimension):
+                    out += self.test_within(dimension, level, statistic, keep)
+        return out
+
+    def per_sample(self, keep: Bool, statistic: str) -> tuple[Float64, Bool]:
+        """(statistic, usable) of every pair over the kept tokens."""
+        owner, n = self.view.tokens.sample[keep], len(self.view.pairs)
+        count = np.bincount(owner, minlength=n)
+        return _reduce(self.y[keep], owner, count, statistic), count >= _MIN_TOKENS
+
+    def test_between(
+        self, dimension: Dimension, level: int, statistic: str, value: Float64, usable: Bool
+    ) -> list[Test]:
+        rows = np.flatnonzero(usable & (dimension.codes >= 0))
+        member = dimension.codes[rows] == level
+        if min(np.count_nonzero(member), np.count_nonzero(~member)) < MIN_SAMPLES:
+            return []
+        x, group = value[rows], self.group[rows]
+        share = np.bincount(group, weights=member) / np.maximum(np.bincount(group), 1)
+        mixed = ((share > 0) & (share < 1))[group]
+        if min(np.count_nonzero(member & mixed), np.count_nonzero(~member & mixed)) >= MIN_SAMPLES:
+            effect, p = stats.permutation_tail(x[mixed], member[mixed], group[mixed])
+        else:
+            effect, p = stats.permutation_tail(x, member, self.step[rows])
+            if p < P_GROUPS and self.group_p(x, member, group, self.step[rows]) > P_GROUPS:
+                p = 1.0
+        return [Test(dimension, level, statistic, effect, p, int(np.count_nonzero(member)))]
+
+    def group_p(self, x: Float64, member: Bool, group: Index, step: Index) -> float:
+        """One-sided p that groups of members have larger step-centred means: a few odd prompts are not a level."""
+        centred = x - (np.bincount(step, weights=x) / np.maximum(np.bincount(step), 1))[step]
+        size = np.bincount(group)
+        mean = np.bincount(group, weights=centred) / np.maximum(size, 1)
+        share = np.bincount(group, weights=member) / np.maximum(size, 1)
+        held = size > 0
+        return stats.welch_tail(mean[held & (share > 0.5)], mean[held & (share <= 0.5)])
+
+    def test_within(self, dimension: Dimension, level: int, statistic: str, keep: Bool) -> list[Test]:
+        rows = keep & (dimension.codes >= 0)
+        member = rows & (dimension.codes == level)
+        rest = rows & ~member
+        n, owner = len(self.view.pairs), self.view.tokens.sample
+        sides = []
+        for side in (member, rest):
+            count = np.bincount(owner[side], minlength=n)
+            sides.append((_reduce(self.y[side], owner[side], count, statistic), count))
+        (a, na), (b, nb) = sides
+        single = dimension.name in ("position.first", "position.last", "seam.token")
+        both = (na >= (1 if single else _MIN_SIDE_TOKENS)) & (nb >= _MIN_SIDE_TOKENS)
+        if np.count_nonzero(both) < MIN_SAMPLES:
+            return []
+        contrast, group = (a - b)[both], self.group[both]
+        effect, p = stats.sign_flip_tail(contrast)
+        held = np.bincount(group)
+        mean = (np.bincount(group, weights=contrast) / np.maximum(held, 1))[held > 0]
+        if p < P_GROUPS and stats.mean_tail(mean) > P_GROUPS:
+            p = 1.0
+        return [Test(dimension, level, statistic, effect, p, int(np.count_nonzero(both)))]
+
+    def rows(self, test: Test) -> Bool:
+        """The compared tokens (bool[n]) of a test's level."""
+        codes = test.dimension.codes
+        return codes == test.level if test.dimension.within else (codes == test.level)[self.view.tokens.sample]
+
+    def report(self, tests: list[Test]) -> Iterable[Finding]:
+        """One finding a cause: same rows are aliases, what a stronger finding explains is dropped."""
+        significant = [t for t in tests if t.adjusted < P_ADJUSTED and t.ratio >= RATIO]
+        significant.sort(key=lambda t: (_priority(t.dimension.name), -t.effect))
+        keep = np.ones(len(self.view.tokens), np.bool_)
+        remaining = sorted(significant, key=lambda t: -t.effect)
+        while remaining:
+            strongest = remaining[0]
+            rows = self.rows(strongest)
+            same = [t for t in remaining if _overlap(rows, self.rows(t)) >= _ALIAS_OVERLAP]
+            named = min(same, key=lambda t: (_priority(t.dimension.name), -t.effect))
+            aliases = sorted({t.dimension.name for t in same} - {named.dimension.name})
+            yield self.finding(named, aliases, len(tests))
+            keep &= ~rows
+            taken = {id(t) for t in same}
+            remaining = [t for t in remaining if id(t) not in taken and self.holds(t, keep, len(tests))]
+
+    def holds(self, test: Test, keep: Bool, tried: int) -> bool:
+        """Whether a test stays significant without the tokens already explained."""
+        if test.dimension.within:
+            again = self.test_within(test.dimension, test.level, test.statistic, keep)
+        else:
+            value, usable = self.per_sample(keep, test.statistic)
+            again = self.test_between(test.dimension, test.level, test.statistic, value, usable)
+        return bool(again) and again[0].p * tried < P_ADJUSTED and again[0].ratio >= RATIO
+
+    def finding(self, test: Test, aliases: list[str], tried: int) -> Finding:
+        tokens, rows = self.view.tokens, self.rows(test)
+        size = np.abs(tokens.d)
+        worst = int(np.flatnonzero(rows)[np.argmax(size[rows])])
+        where: dict[str, Any] = {"dimension": test.dimension.name, "level": test.dimension.labels[test.level]}
+        where["aliases"] = aliases
+        evidence = {
+            "statistic": test.statistic,
+            "ratio": test.ratio,
+            "p_adjusted": test.adjusted,
+            "tests_tried": tried,
+            "samples_in_level": test.samples,
+            "tokens_in_level": int(np.count_nonzero(rows)),
+            "abs_dlogp_mean_in_level": float(size[rows].mean()),
+            "abs_dlogp_mean_elsewhere": float(size[~rows].mean()) if not rows.all() else None,
+            "worst": self.view.place(int(tokens.sample[worst]), int(tokens.position[worst]))
+            | {"dlogp": float(tokens.d[worst])},
+        }
+        return Finding("drift.split", where, evidence)
+
+
+def _levels(dimension: Dimension) -> Iterable[int]:
+    return dimension.tested if dimension.tested is not None else range(len(dimension.labels))
+
+
+def _codes(values: list[Any]) -> Index:
+    index: dict[Any, int] = {}
+    return np.array([index.setdefault(v, len(index)) for v in values], np.int64)
+
+
+def _reduce(y: Float64, owner: Index, count: Index, statistic: str) -> Float64:
+    """Per sample: the mean of y, or half the log of the mean of exp(2 y)."""
+    n, size = len(count), np.maximum(count, 1)
+    if statistic == "typical":
+        return np.asarray(np.bincount(owner, weights=y, minlength=n) / size, np.float64)
+    power = np.bincount(owner, weights=np.exp(2.0 * np.minimum(y, 300.0)), minlength=n) / size
+    return np.asarray(0.5 * np.log(np.maximum(power, np.exp(2.0 * _LOW))), np.float64)
+
+
+def _priority(name: str) -> tuple[int, str]:
+    order = dimensions.DERIVED
+    return (order.index(name) if name in order else len(order), name)
+
+
+def _overlap(left: Bool, right: Bool) -> float:
+    union = np.count_nonzero(left | right)
+    return float(np.count_nonzero(left & right) / union) if union else 0.0

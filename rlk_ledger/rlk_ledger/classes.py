@@ -1,0 +1,168 @@
+"""Value classes: what a recorded log-probability is before it is a number.
+
+Codes are indices into `rlk_ledger_schemas.metrics.VALUE_CLASSES`. A value's own bits give `nan`, `pos_inf`, `neg_inf`,
+`impossible` and `sentinel`; the other side of the pair gives `defaulted` and `copied`; the recorder gives `missing`.
+Exact zeros at confident tokens are ordinary in low precision, so zero alone is never a class.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from rlk_ledger_schemas.metrics import (
+    COPIED_PROBABILITY,
+    COPIED_RUN,
+    DEFAULTED_OTHER_BELOW,
+    DEFAULTED_VALUES,
+    IMPOSSIBLE_ABOVE,
+    VALUE_CLASSES,
+    ZERO_DRIFT_FRACTION,
+)
+
+Float32 = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.int64]
+
+FINITE, NAN, POS_INF, NEG_INF, SENTINEL, MISSING, IMPOSSIBLE, DEFAULTED, COPIED = range(len(VALUE_CLASSES))
+
+_KNOWN = (-999.0, -9999.0, -99999.0, -1e4, -1e5, -1e6, -1e8, -1e9, -1e10, -1e20, -1e30, -65504.0)
+_EXTREMES = (np.finfo(np.float32).min, np.float32(-3.3895314e38))  # float32 and bfloat16 minimum
+SENTINEL_BITS = np.array([*_KNOWN, *_EXTREMES], np.float32).view(np.uint32)
+"""Bits that are a clamp wherever they stand: no sampled token has a log-probability of -999 or less."""
+
+RECURS_BELOW = -50.0
+"""A value below this (probability under 2e-22) whose exact bits recur is a clamp too: sampling it twice is not."""
+_FLOOR_COUNT = 4
+_FLOOR_AT_MOST = -10.0
+_FLOOR_NEIGHBOURHOOD = 2.0
+_FLOOR_EXCESS = 3
+
+_EQUALITY_BINS = 20
+
+
+class Crossed(NamedTuple):
+    """Classes after comparing the sides, and the share of compared tokens that are bitwise equal (None: none)."""
+
+    rollout: Codes
+    training: Codes
+    equal_fraction: float | None
+    copied_runs: tuple[tuple[int, int], ...]
+
+
+def own_classes(
+    values: Float32, recorded: Codes | None = None, sentinels: npt.NDArray[np.uint32] | None = None
+) -> Codes:
+    """The class of each value (float32[n]) from its own bits; `recorded` codes (uint8[n]) above 0 win.
+
+    `sentinels` are the bits this side's run uses as a clamp (`recurring_sentinels`), added to the known ones.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    codes = np.zeros(values.shape, np.uint8)
+    codes[values > IMPOSSIBLE_ABOVE] = IMPOSSIBLE
+    low = values < _FLOOR_AT_MOST
+    if low.any():
+        known = SENTINEL_BITS if sentinels is None else np.concatenate([SENTINEL_BITS, sentinels])
+        at = np.flatnonzero(low)
+        codes[at[np.isin(bits[at], known)]] = SENTINEL
+    special = ~np.isfinite(values)
+    if special.any():
+        codes[special & (values > 0)] = POS_INF
+        codes[special & (values < 0)] = NEG_INF
+        codes[np.isnan(values)] = NAN
+    if recorded is not None:
+        codes = np.where(recorded > 0, recorded, codes).astype(np.uint8)
+    return codes
+
+
+def recurring_sentinels(values: Float32) -> npt.NDArray[np.uint32]:
+    """Bits (uint32[k]) that stand for a clamp in one side of a run, found by recurrence.
+
+    Two shapes: exact bits below -50 that occur twice, and a floor, where a whole-numbered minimum at or below -10 is
+    piled up (at least 4 times, at least 3 times as often as any other value within 2 nats above it).
+    """
+    tail = values[np.isfinite(values) & (values <= _FLOOR_AT_MOST)]
+    if tail.size == 0:
+        return np.empty(0, np.uint32)
+    distinct, count = np.unique(tail, return_counts=True)
+    found = distinct[(distinct < RECURS_BELOW) & (count >= 2)].tolist()
+    floor, times = float(distinct[0]), int(count[0])
+    near = count[1:][distinct[1:] <= floor + _FLOOR_NEIGHBOURHOOD]
+    crowd = int(near.max()) if near.size else 1
+    if times >= _FLOOR_COUNT and floor.is_integer() and times >= _FLOOR_EXCESS * crowd:
+        found.append(floor)
+    return np.unique(np.array(found, np.float32).view(np.uint32))
+
+
+def cross_classes(
+    rollout: Float32, training: Float32, left: Codes, right: Codes, active: Bool, sample: Index
+) -> Crossed:
+    """Adds `defaulted` and `copied` to the classes of two sides of the same tokens.
+
+    All arrays have one entry a token, samples one after the other; `sample` (int64[n]) numbers them. Only active tokens
+    are compared. The side that holds the constant is `defaulted`. Both sides of a copied run are `copied`, because the
+    bits do not say who copied. When 99 % or more of the compared tokens are equal nothing is `copied`.
+    """
+    left, right = left.copy(), right.copy()
+    for values, codes, other, others in ((rollout, left, training, right), (training, right, rollout, left)):
+        constant = np.isin(values, DEFAULTED_VALUES) & active & (others == FINITE) & (codes != MISSING)
+        codes[constant & (other < DEFAULTED_OTHER_BELOW)] = DEFAULTED
+    comparable = active & (left == FINITE) & (right == FINITE)
+    at = np.flatnonzero(comparable)
+    if at.size == 0:
+        return Crossed(left, right, None, ())
+    equal = _bits(rollout[at]) == _bits(training[at])
+    fraction = float(equal.mean())
+    if fraction >= ZERO_DRIFT_FRACTION:
+        return Crossed(left, right, fraction, ())
+    runs = _copied_runs(rollout[at], equal, sample[at])
+    for start, end in runs:
+        rows = at[start:end]
+        rows = rows[rollout[rows] != 0.0]
+        left[rows] = right[rows] = COPIED
+    return Crossed(left, right, fraction, tuple((int(at[a]), int(at[b - 1]) + 1) for a, b in runs))
+
+
+def _bits(values: Float32) -> npt.NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _copied_runs(values: Float32, equal: Bool, sample: Index) -> list[tuple[int, int]]:
+    """Runs [start, end) of equal tokens too long for the run's own equality rate.
+
+    Saturated tokens (both sides exactly 0.0) cluster in confident text, so they neither extend nor break a run nor
+    count in the rate; the rate is taken per log-probability bin, because values near 0 have few distinct bits. The
+    threshold is 1e-6, and lower where a run has so many tokens that 1e-6 is expected by chance.
+    """
+    saturated = equal & (values == 0.0)
+    index = np.flatnonzero(~saturated)
+    if index.size < COPIED_RUN:
+        return []
+    hits, owners = equal[index], sample[index]
+    log_rate = _log_equality_rate(values[index], hits)
+    limit = np.log(min(COPIED_PROBABILITY, 1e-3 / index.size))
+    edges = np.flatnonzero((hits[1:] != hits[:-1]) | (owners[1:] != owners[:-1])) + 1
+    starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [index.size]])
+    total = np.concatenate([[0.0], np.cumsum(log_rate)])
+    chosen = hits[starts] & (ends - starts >= COPIED_RUN) & (total[ends] - total[starts] < limit)
+    return [(int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts[chosen], ends[chosen])]
+
+
+def _log_equality_rate(values: Float32, hits: Bool) -> npt.NDArray[np.float64]:
+    """log of the equality rate of each token's log-probability bin, never above the log of the (n+1)/(n+2) rule."""
+    cuts = np.quantile(values, np.linspace(0, 1, _EQUALITY_BINS + 1)[1:-1])
+    bins = np.searchsorted(cuts, values, side="right")
+    size = np.bincount(bins, minlength=_EQUALITY_BINS).astype(np.float64)
+    share = np.bincount(bins, weights=hits.astype(np.float64), minlength=_EQUALITY_BINS)
+    return np.asarray(np.log((share + 1.0) / (size + 2.0))[bins], np.float64)
+
+
+def class_counts(left: Codes, right: Codes) -> dict[str, int]:
+    """How many of these tokens have each class other than `finite` on either side, as `<side>.<class>` -> count."""
+    out: dict[str, int] = {}
+    for side, codes in (("rollout", left), ("training", right)):
+        counts = np.bincount(codes, minlength=len(VALUE_CLASSES))
+        for code, name in enumerate(VALUE_CLASSES):
+            if code != FINITE and code < len(counts) and counts[code]:
+                out[f"{side}.{name}"] = int(counts[code])
+    return out

@@ -1,0 +1,244 @@
+"""From score events to series: one side's values of one pass over one sample, shards reassembled.
+
+Scores of one pass that cover different positions are joined; a score that covers positions again is another pass
+(an inner epoch), unless it comes from a tensor-parallel replica, which must agree bit for bit. Sharded scores become
+a series only when every rank of one world size is present; otherwise they are `Missing`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlk_ledger.history import History, Sample, Score
+
+
+@dataclass(slots=True)
+class Series:
+    """Values (float32[n], NaN where absent) one side gave to a sample in one pass.
+
+    `present` (bool[n]) says where a value was recorded, `recorded` (uint8[n]) holds the recorder's class codes,
+    `rank` (int16[n]) the shard rank that scored a position (-1: not sharded). `token_differs` and `mask_differs` say
+    that this side scored other tokens or masks than the sample's; `excess` counts values beyond the last token.
+    """
+
+    source: str
+    values: npt.NDArray[np.float32]
+    present: npt.NDArray[np.bool_]
+    recorded: npt.NDArray[np.uint8]
+    rank: npt.NDArray[np.int16]
+    scores: list[Score] = field(default_factory=list)
+    versions: list[str | None] = field(default_factory=list)
+    token_differs: bool = False
+    mask_differs: bool = False
+    excess: int = 0
+
+    @property
+    def first(self) -> Score:
+        """The score that opened the series."""
+        return self.scores[0]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this side scored the sample's own tokens under the sample's own mask."""
+        return not (self.token_differs or self.mask_differs or self.excess)
+
+
+@dataclass(slots=True)
+class Missing:
+    """A sharded pass some of whose ranks never recorded."""
+
+    sample: Sample
+    source: str
+    world_sizes: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """Replicated ranks that recorded different bits: the two writers and the first position that differs."""
+
+    sample: Sample
+    source: str
+    writers: tuple[str, str]
+    position: int
+
+
+@dataclass(slots=True)
+class Assembled:
+    """What the scores of one sample and source come to."""
+
+    series: list[Series] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
+
+
+def assemble(history: History, sample: Sample, source: str, scores: Iterable[Score]) -> Assembled:
+    """The series of one sample and source, in the order their first scores were recorded."""
+    out = Assembled()
+    sharded: dict[tuple[str | None, str | None, str], list[Score]] = {}
+    for score in scores:
+        if score.shard is not None:
+            key = (score.pass_id, score.weight_version, score.shard["axis"])
+            sharded.setdefault(key, []).append(score)
+        else:
+            _place_whole(history, sample, source, score, out)
+    for (_, _, axis), group in sharded.items():
+        for one_pass in _passes(group):
+            _place_shards(sample, source, axis, one_pass, out)
+    out.series.sort(key=lambda s: (s.first.step if s.first.step is not None else -1, s.first.seq))
+    return out
+
+
+def _place_whole(history: History, sample: Sample, source: str, score: Score, out: Assembled) -> None:
+    n, end = len(sample), score.start + len(score.values)
+    where = slice(score.start, min(end, n))
+    for series in out.series:
+        same_version = source == "rollout" or series.first.weight_version == score.weight_version
+        if series.first.pass_id != score.pass_id or not same_version or series.first.shard is not None:
+            continue
+        if not series.present[where].any():
+            _fill(series, sample, score, where)
+            return
+        if _replicates(history, series.first, score):
+            _compare(sample, source, series, score, where, out)
+            return
+    series = _empty(source, n)
+    out.series.append(series)
+    _fill(series, sample, score, where)
+
+
+def _empty(source: str, n: int) -> Series:
+    return Series(
+        source, np.full(n, np.nan, np.float32), np.zeros(n, np.bool_), np.zeros(n, np.uint8), np.full(n, -1, np.int16)
+    )
+
+
+def _fill(series: Series, sample: Sample, score: Score, where: slice) -> None:
+    count = max(where.stop - where.start, 0)
+    series.values[where] = score.values[:count]
+    series.present[where] = True
+    if score.value_class is not None:
+        series.recorded[where] = score.value_class[:count]
+    series.excess += max(score.start + len(score.values) - len(sample), 0)
+    _note(series, sample, score)
+
+
+def _note(series: Series, sample: Sample, score: Score) -> None:
+    """Keeps the score's provenance and whether it scored the sample's tokens and mask (unknown digests agree)."""
+    series.scores.append(score)
+    series.versions.append(score.weight_version)
+    if score.token_digest and sample.token_digest and _comparable(score.token_digest, sample.token_digest):
+        series.token_differs |= score.token_digest != sample.token_digest
+    if score.token_ids is not None and len(sample.response_token_ids):
+        series.token_differs |= not np.array_equal(score.token_ids, sample.response_token_ids)
+    if score.mask_digest and _comparable(score.mask_digest, sample.mask_digest):
+        series.mask_differs |= score.mask_digest != sample.mask_digest
+
+
+def _comparable(left: str, right: str) -> bool:
+    return left.partition(":")[0] == right.partition(":")[0]
+
+
+def _replicates(history: History, left: Score, right: Score) -> bool:
+    """Whether two writers hold the same values by construction: same role, only their tp or sp rank differs."""
+    if left.writer_id == right.writer_id:
+        return False
+    a, b = history.writers.get(left.writer_id), history.writers.get(right.writer_id)
+    if a is None or b is None or a.get("role") != b.get("role"):
+        return False
+    places = [{k: (v or {}).get("rank") for k, v in (w.get("parallel") or {}).items()} for w in (a, b)]
+    differing = {k for k in places[0].keys() | places[1].keys() if places[0].get(k) != places[1].get(k)}
+    return bool(differing) and differing <= {"tp", "sp"}
+
+
+def _compare(sample: Sample, source: str, series: Series, score: Score, where: slice, out: Assembled) -> None:
+    count = where.stop - where.start
+    held = np.ascontiguousarray(series.values[where]).view(np.uint32)
+    new = np.ascontiguousarray(score.values[:count]).view(np.uint32)
+    differs = np.flatnonzero((held != new) & series.present[where])
+    if differs.size:
+        writers = (series.first.writer_id, score.writer_id)
+        out.replicas.append(Replica(sample, source, writers, where.start + int(differs[0])))
+
+
+def _passes(scores: list[Score]) -> list[list[Score]]:
+    """Sharded scores split into passes: a rank seen again opens another one."""
+    passes: list[list[Score]] = []
+    for score in scores:
+        rank = (score.shard or {})["rank"]
+        for group in passes:
+            if all((held.shard or {})["rank"] != rank for held in group):
+                group.append(score)
+                break
+        else:
+            passes.append([score])
+    return passes
+
+
+def _place_shards(sample: Sample, source: str, axis: str, scores: list[Score], out: Assembled) -> None:
+    shards = [score.shard or {} for score in scores]
+    sizes = sorted({shard["world_size"] for shard in shards})
+    missing = sorted(set(range(sizes[-1])) - {shard["rank"] for shard in shards})
+    if missing or len(sizes) > 1:
+        n = int(np.count_nonzero(sample.loss_mask))
+        out.missing.append(Missing(sample, source, tuple(sizes), tuple(missing), n))
+        return
+    series = _empty(source, len(sample))
+    ordered = sorted(zip(shards, scores), key=lambda pair: pair[0]["rank"])
+    if axis == "sequence":
+        _join_sequence(series, sample, ordered, out)
+    else:
+        _join_vocab(series, sample, ordered, out)
+    out.series.append(series)
+
+
+def _join_sequence(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:
+    n = len(sample)
+    for shard, score in ordered:
+        at = 0
+        for start, end in shard["ranges"]:
+            where = slice(min(start, n), min(end, n))
+            count = max(where.stop - where.start, 0)
+            series.values[where] = score.values[at : at + count]
+            series.present[where] = True
+            series.rank[where] = shard["rank"]
+            if score.value_class is not None:
+                series.recorded[where] = score.value_class[at : at + count]
+            series.excess += max(end - n, 0) - max(start - n, 0)
+            at += end - start
+        _note(series, sample, score)
+
+
+def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:
+    """Vocabulary shards: from their partials when all ranks recorded them, else the values every rank repeats."""
+    first = ordered[0][1]
+    where = slice(first.start, min(first.start + len(first.values), len(sample)))
+    _fill(series, sample, first, where)
+    for _, score in ordered[1:]:
+        _note(series, sample, score)
+        if len(score.values) == len(first.values):
+            _compare(sample, series.source, series, score, where, out)
+    if all({"max", "sum_exp", "target_logit"} <= score.partials.keys() for _, score in ordered):
+        series.values[where] = _merge_partials(sample, ordered, where)[: where.stop - where.start]
+
+
+def _merge_partials(
+    sample: Sample, ordered: list[tuple[dict[str, Any], Score]], where: slice
+) -> npt.NDArray[np.float32]:
+    """target logit - log-sum-exp over ranks, in rank order (float64); the owner of a token id gives its logit."""
+    peaks = np.stack([s.partials["max"] for _, s in ordered]).astype(np.float64)
+    sums = np.stack([s.partials["sum_exp"] for _, s in ordered]).astype(np.float64)
+    targets = np.stack([s.partials["target_logit"] for _, s in ordered]).astype(np.float64)
+    top = peaks.max(axis=0)
+    lse = top + np.log((sums * np.exp(peaks - top)).sum(axis=0))
+    ids = sample.response_token_ids[where].astype(np.int64)
+    owner = np.zeros(len(ids), np.int64)
+    for index, (shard, _) in enumerate(ordered):
+        for start, end in shard["ranges"]:
+            owner[(ids >= start) & (ids < end)] = index
+    return (targets[owner, np.arange(len(ids))] - lse[: len(ids)]).astype(np.float32)
