@@ -1,6 +1,8 @@
 """What the numbers say about the drift's cause: a pure function over intervals, first rule that applies.
 
-(0) both sides much farther from the reference than from each other: the reference is in doubt;
+(0) both sides much farther from the reference than from each other, and farther than rounding explains: the
+    reference is in doubt. (Two engines that round at the same places move together: on a shallow model both can be
+    several times farther from float32 than from each other, each exactly at its floor. That is no disagreement.)
 (1) the drift is within its measured noise floor;
 (2) one side holds the drift and stands above its own floor: that side;
 (3) both hold a part of it and stand above their floors: both;
@@ -88,7 +90,7 @@ def decide(shares: Shares, floors: Floors, arms: ArmCounts | None = None, *, det
     """
     if shares.far is None or shares.rollout is None or shares.training is None:
         return zero_drift(1.0, determinism)
-    if shares.far.low > FAR_RATIO:
+    if shares.far.low > FAR_RATIO and not _explained(floors):
         return Decision(
             "reference_disagrees_with_both",
             "inconclusive",
@@ -125,6 +127,12 @@ def zero_drift(equal_fraction: float, determinism: bool) -> Decision:
         "inconclusive",
         f"{equal}, but nothing recorded says that the engines are deterministic: one side may be a copy.",
     )
+
+
+def _explained(floors: Floors) -> bool:
+    """Whether both sides' distances from the reference are within their own measured floors."""
+    multiples = (floors.multiple_rollout, floors.multiple_training)
+    return all(multiple is not None and multiple.high <= FLOOR_MULTIPLE for multiple in multiples)
 
 
 def _by_shares(rollout: _Standing, training: _Standing) -> Decision | None:

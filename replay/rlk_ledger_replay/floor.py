@@ -68,7 +68,8 @@ def noise_statistics(noise_SN: Floats) -> dict[str, float]:
     """The floor in the other statistics of the drift, averaged over schedules: mean and p99 and max of abs (nats).
 
     `dlogp_rms_low` and `_high` are the smallest and largest RMS of a single schedule: how much the choice of
-    schedule matters.
+    schedule matters. `between_schedules_rms` is the drift between two schedules: what two engines that round at the
+    same places, in another order, would show.
     """
     size = np.abs(noise_SN)
     rms_S = np.sqrt((noise_SN**2).mean(axis=1))
@@ -79,6 +80,7 @@ def noise_statistics(noise_SN: Floats) -> dict[str, float]:
         "dlogp_rms": float(np.sqrt((noise_SN**2).mean())),
         "dlogp_rms_low": float(rms_S.min()),
         "dlogp_rms_high": float(rms_S.max()),
+        "between_schedules_rms": float(np.sqrt(2.0 * noise_SN.var(axis=0, ddof=1).mean())),
         "schedules": float(len(noise_SN)),
     }
 

@@ -32,7 +32,10 @@ NO_FLOOR = Floors(exactly(0.03), None, None, exactly(1.0), None, None)
 @pytest.mark.parametrize(
     ("found", "floor", "decision", "verdict"),
     [
-        (seen(far=3.0), floored(drift=0.5), "reference_disagrees_with_both", "inconclusive"),
+        (seen(far=3.0), floored(drift=0.5, rollout=9.0, training=9.0), "reference_disagrees_with_both", "inconclusive"),
+        (seen(far=3.0), floored(drift=0.5, training=9.0), "reference_disagrees_with_both", "inconclusive"),
+        (seen(far=3.0), NO_FLOOR, "reference_disagrees_with_both", "inconclusive"),
+        (seen(far=4.0), floored(drift=0.2), "within_floor", "pass"),
         (seen(), floored(drift=1.2), "within_floor", "pass"),
         (seen(share_t=0.01), floored(drift=1.2), "within_floor", "pass"),
         (seen(share_t=0.95), floored(drift=3.0, training=4.0), "caused_by_training_side", "fail"),
@@ -234,6 +237,7 @@ def test_the_floors_other_statistics_and_the_clipping_it_causes() -> None:
     rng = np.random.default_rng(0)
     quiet, loud = 0.01 * rng.normal(size=(4, 5000)), 0.3 * rng.normal(size=(4, 5000))
     assert noise_statistics(quiet)["dlogp_rms"] == pytest.approx(0.01, rel=0.05)
+    assert noise_statistics(quiet)["between_schedules_rms"] == pytest.approx(0.01 * math.sqrt(2), rel=0.05)
     assert noise_statistics(quiet)["schedules"] == 4
     assert clipped_by_noise(quiet, quiet) == 0.0
     assert clipped_by_noise(loud, loud) > 0.5
