@@ -22,7 +22,11 @@ from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_receipt, decode_run
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import duckdb
+
+    from rlk_ledger_sdk.recorder import Recorder
 
 _READERS = 8
 
@@ -146,6 +150,16 @@ class Ledger:
         """(writer id, seq, envelope, arrays) of the run's events, each once; of `types` only when given."""
         for record in self.run(run_id).records(types):
             yield record.writer_id, record.seq, decode_envelope(record.envelope), record.arrays
+
+    def forget(self, run_id: str) -> None:
+        """Drops what was read of a run: the next `run(run_id)` reads it again."""
+        self._runs.pop(run_id, None)
+
+    def writer(self, run_id: str, role: str = "replay", **options: Any) -> "AbstractContextManager[Recorder]":
+        """A recorder for `run_id` whose events are committed when the block ends; see `rlk_ledger.writer`."""
+        from rlk_ledger.writer import writer
+
+        return writer(self, run_id, role, **options)
 
     def sql(self, query: str, params: dict[str, Any] | list[Any] | None = None) -> "duckdb.DuckDBPyRelation":
         """The result of a read-only query over the views; see `rlk_ledger.views`."""

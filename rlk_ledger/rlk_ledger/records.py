@@ -172,8 +172,11 @@ def rows(table: pa.Table) -> Iterator[Record]:
         index = table.schema.get_field_index(name)
         if index < 0 or table.schema.field(index).type != kind:
             raise FormatError(f"the segment's column `{name}` is missing or not {kind}.")
-    for batch in table.to_batches():
-        yield from _batch_rows(batch, names)
+    try:
+        for batch in table.to_batches():
+            yield from _batch_rows(batch, names)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise FormatError(f"the segment's rows do not decode ({error}).") from None
 
 
 def _batch_rows(batch: pa.RecordBatch, names: dict[str, tuple[str, str]]) -> Iterator[Record]:
