@@ -37,18 +37,17 @@ class Batch(NamedTuple):
 
 
 class Outbox:
-    """Ships the events of one run of one ledger."""
+    """Ships the events of one run of one ledger; `url` replaces the ledger that the spool names."""
 
-    def __init__(
-        self, header: SpoolHeader, open_: Callable[[str], Store] = open_store, shipper: str | None = None
-    ) -> None:
-        self.url = header.ledger_url
+    def __init__(self, header: SpoolHeader, open_: Callable[[str], Store] = open_store, url: str | None = None) -> None:
+        self.url = url or header.ledger_url
         self.run_id = header.run_id
         self.pending: list[Record] = []
         self.pending_bytes = 0
         self.endings: dict[str, Ending] = {}
         self.committed: dict[str, list[tuple[int, int]]] = {}
         self.stated: set[str] = set()
+        self.known: dict[str, int] = {}  # events found in the ledger already, by writer
         self.error: str | None = None
         self.failures = 0
         self.retry_at = 0.0
@@ -56,7 +55,6 @@ class Outbox:
         self.inflight: Batch | None = None
         self._header = header
         self._open = open_
-        self._shipper = shipper
         self._draft: Draft | None = None
         self._since = 0.0
         self._said = 0  # events the shipper itself wrote in this chain and that are committed
@@ -151,8 +149,8 @@ class Outbox:
         header = self._header
         contact = meet(store, declared(header, batch.records), header.consistency == "strict", header.ledger_id)
         self._adopt_receipts(store, contact)
-        self.chain = Chain(store, contact, self._shipper)
-        self._shipper, self._said = None, 0
+        self.chain = Chain(store, contact)
+        self._said = 0
         return self.chain
 
     def _adopt_receipts(self, store: Store, contact: Contact) -> None:
@@ -161,7 +159,12 @@ class Outbox:
             self._note(receipt)
 
     def _compose(self, chain: Chain, batch: Batch) -> Draft | None:
-        records = [r for r in batch.records if not self._has(r.writer_id, r.seq)]
+        records = []
+        for record in batch.records:
+            if self._has(record.writer_id, record.seq):
+                self.known[record.writer_id] = self.known.get(record.writer_id, 0) + 1
+            else:
+                records.append(record)
         endings = {w: e for w, e in batch.endings.items() if w not in self.stated}
         records += self._statements(chain, endings)
         return chain.draft(records, endings) if records else None

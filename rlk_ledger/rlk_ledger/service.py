@@ -66,7 +66,7 @@ def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, li
         if lock is None:
             return 0
         shipper = Shipper(spool, workers=_WORKERS)
-        _claim(lock, shipper)
+        claim(lock, shipper)
         try:
             return _loop(shipper, until_idle, stop, linger_s)
         finally:
@@ -137,12 +137,12 @@ def ship_once(
             _inline.pop(spool, None)
         if os.pread(lock, 256, 0) != shipper.holder:
             shipper.forget_receipts()
-        _claim(lock, shipper)
+        claim(lock, shipper)
         shipper.cycle(flush=True)
         return shipper.errors()
 
 
-def _claim(lock: int, shipper: Shipper) -> None:
+def claim(lock: int, shipper: Shipper) -> None:
     """Marks the lock file: whoever held it before and finds another mark has to read the receipts again."""
     shipper.holder = f"{os.getpid()} {secrets.token_hex(8)}".encode()
     os.ftruncate(lock, 0)

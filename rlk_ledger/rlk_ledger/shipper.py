@@ -41,6 +41,7 @@ class Shipper:
         open_: Callable[[str], Store] = open_store,
         workers: int = 0,
         only: Callable[[WriterSpool], bool] | None = None,
+        url: str | None = None,
     ) -> None:
         self.spool = spool
         self.writers: dict[str, WriterSpool] = {}
@@ -48,6 +49,7 @@ class Shipper:
         self.holder = b""  # what this shipper last wrote into the lock file, see `service`
         self._open = open_
         self._only = only
+        self._url = url
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ship") if workers else None
         self._futures: dict[tuple[str, str], Future[bool]] = {}
         self._status: dict[str, Status] = {}
@@ -69,9 +71,7 @@ class Shipper:
 
     def _scan(self) -> bool:
         """Moves what the spools hold into the outboxes; notes writers that ended."""
-        for path in _writer_folders(self.spool):
-            if path.name not in self.writers:
-                self.writers[path.name] = WriterSpool(path)
+        self.find_writers()
         busy = False
         for writer_id, writer in self.writers.items():
             writer.look()
@@ -85,6 +85,12 @@ class Shipper:
                 outbox.add(records, size)
             self._note_ending(writer, outbox)
         return busy
+
+    def find_writers(self) -> None:
+        """Notes the writers' directories that are new since the last look."""
+        for path in _writer_folders(self.spool):
+            if path.name not in self.writers:
+                self.writers[path.name] = WriterSpool(path)
 
     def _note_ending(self, writer: WriterSpool, outbox: Outbox) -> None:
         """Queues the statement about a writer that died, or about bytes of it that are no event."""
@@ -196,7 +202,7 @@ class Shipper:
             return None
         key = (header.ledger_url, header.run_id)
         if key not in self.outboxes:
-            self.outboxes[key] = Outbox(header, self._open)
+            self.outboxes[key] = Outbox(header, self._open, self._url)
         return self.outboxes[key]
 
     # -- the whole ---------------------------------------------------------------------------------------------------

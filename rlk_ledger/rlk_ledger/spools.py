@@ -96,7 +96,11 @@ class SpoolFile:
 
 
 class WriterSpool:
-    """One writer's directory. `read_seq` is the last number read, `lost_bytes` what no frame accounts for so far."""
+    """One writer's directory. `read_seq` is the last number read, `lost_bytes` what no frame accounts for so far.
+
+    `assume_dead` says what to believe of a writer that this machine cannot look at (`alive` None): set it only when
+    the machine it ran on is gone.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -109,6 +113,8 @@ class WriterSpool:
         self.closed = False
         self.alive: bool | None = True
         self.problem: str | None = None
+        self.events_read = 0
+        self.assume_dead = False
         self._gone = -1  # files up to this number were released
 
     @property
@@ -124,7 +130,8 @@ class WriterSpool:
     def look(self) -> None:
         """Finds out who writes here, whether it lives and which files there are; to be called before every `poll`."""
         if self.header is not None:
-            self.alive = is_alive(self.header)
+            alive = is_alive(self.header)
+            self.alive = False if alive is None and self.assume_dead else alive
         self._find_files()
         for file in self.files:
             with contextlib.suppress(FormatError):  # `poll` deals with it
@@ -203,6 +210,7 @@ class WriterSpool:
                 self._poison(file, f"{file.path}, frame before byte {file.offset}: {error}", frame_size(len(payload)))
                 continue
             out.append(record)
+            self.events_read += 1
             file.last_seq = self.read_seq = record.seq
             if decode_envelope(record.envelope)["type"] == "writer.closed":
                 self.closed = True

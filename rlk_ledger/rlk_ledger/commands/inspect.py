@@ -1,0 +1,86 @@
+"""`runs` and `show`: what is in a ledger."""
+
+from typing import Any
+
+import click
+
+from rlk_ledger import terminal
+
+
+@click.command()
+@terminal.ledger_option
+@terminal.output_options
+def runs(url: str | None, as_json: bool) -> None:
+    """List the runs of a ledger: roles, writers, steps, events, gaps."""
+    from rlk_ledger.summary import overview
+
+    ledger = terminal.open_url(url)
+    found = [overview(ledger.run(run_id)) for run_id in ledger.runs()]
+    if as_json:
+        terminal.echo_json({"ledger": ledger.url, "ledger_id": ledger.info.ledger_id, "runs": found})
+        return
+    if not found:
+        terminal.say(f"{ledger.url} holds no runs yet.")
+        return
+    headers = ("run", "roles", "writers", "steps", "events", "size", "state")
+    rows = [
+        (r["run_id"], _roles(r), r["writers"], _steps(r), r["events"], terminal.size_text(r["bytes"]), _state(r))
+        for r in found
+    ]
+    terminal.table(headers, rows, right=("writers", "events", "size"))
+
+
+@click.command()
+@click.argument("run")
+@terminal.ledger_option
+@terminal.output_options
+def show(run: str, url: str | None, as_json: bool) -> None:
+    """Show one run: its writers, event types, tokens and gaps."""
+    from rlk_ledger.summary import detail
+
+    ledger = terminal.open_url(url)
+    found = detail(ledger, run)
+    if as_json:
+        terminal.echo_json(found)
+        return
+    terminal.say(f"run {found['run_id']} of ledger {found['ledger_id'][:8]} at {found['ledger']}", style="bold")
+    terminal.say(
+        f"roles {_roles(found)}; steps {_steps(found)}; {found['events']} events in {found['segments']} segments "
+        f"({terminal.size_text(found['bytes'])}); {found['tokens']} response tokens, "
+        f"{found['active_tokens']} in the loss; redaction {found['redaction']}; {_state(found)}"
+    )
+    writers = [w for w in found["writer_list"] if not w["shipper"]]
+    terminal.table(
+        ("writer", "role", "rank", "engine", "events", "state"),
+        [(w["writer_id"][:8], w.get("role"), w.get("rank"), w.get("engine"), w["events"], _ending(w)) for w in writers],
+        right=("rank", "events"),
+    )
+    terminal.table(
+        ("type", "events", "steps"), [(t["type"], t["count"], _steps(t)) for t in found["types"]], right=("events",)
+    )
+
+
+def _roles(run: dict[str, Any]) -> str:
+    return ", ".join(f"{role} x{size}" for role, size in run["roles"].items()) or "not declared"
+
+
+def _steps(item: dict[str, Any]) -> str:
+    first, last = item["first_step"], item["last_step"]
+    return "-" if first is None else str(first) if first == last else f"{first}-{last}"
+
+
+def _state(run: dict[str, Any]) -> str:
+    parts = [f"{run['open']} open" if run["open"] else "closed"]
+    if run["killed"]:
+        parts.append(f"{run['killed']} killed")
+    if run["dropped"]:
+        parts.append(f"{run['dropped']} events dropped")
+    if run["lost_bytes"]:
+        parts.append(f"{run['lost_bytes']} bytes lost")
+    return ", ".join(parts)
+
+
+def _ending(writer: dict[str, Any]) -> str:
+    extra = [f"{writer['dropped']} dropped"] if writer["dropped"] else []
+    extra += [f"{writer['lost_bytes']} bytes lost"] if writer["lost_bytes"] else []
+    return ", ".join([writer["state"], *extra])

@@ -1,0 +1,88 @@
+"""`ship` and `recover`: from the spool into the ledger by hand."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rlk_ledger import terminal
+
+if TYPE_CHECKING:
+    from rlk_ledger.recover import Recovered
+
+
+def _default_spool() -> str:
+    return f"/var/tmp/rlk-{os.getuid()}"
+
+
+@click.command()
+@click.option(
+    "--spool", type=click.Path(path_type=Path), envvar="RLK_SPOOL", default=_default_spool, help="The spool directory."
+)
+@click.option("--until-idle", is_flag=True, help="Leave when everything is shipped and no writer lives.")
+@terminal.output_options
+@click.pass_context
+def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> None:
+    """Carry events from a spool directory into their ledgers until stopped.
+
+    Each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes: 0 shipped or
+    stopped; 1 gave up on a bucket that did not answer, the events stay in the spool.
+    """
+    import signal
+    import threading
+
+    from rlk_ledger.service import serve
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    code = serve(spool, until_idle, stop)
+    if as_json:
+        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code})
+    elif code:
+        terminal.say(f"gave up: the bucket does not answer. The events are safe in {spool}.")
+    ctx.exit(code)
+
+
+@click.command()
+@click.argument("spool", type=click.Path(path_type=Path))
+@click.option("--ledger", "url", metavar="URL", help="Send the events here instead of where the spool says.")
+@click.option("--assume-dead", is_flag=True, help="The machines the writers ran on are gone.")
+@terminal.output_options
+@click.pass_context
+def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool, as_json: bool) -> None:
+    """Ship what a crashed job left in SPOOL and say exactly what was saved.
+
+    SPOOL is a spool directory or one writer's directory in it. Exit codes: 0 nothing was lost; 1 the bucket did not
+    take the events, they stay in the spool; 3 bytes that were no whole event are lost, the rest was saved.
+    """
+    from rlk_ledger.recover import recover as save
+
+    found = save(spool, url, assume_dead)
+    code = 1 if any(r.waiting for r in found) else 3 if any(r.lost_bytes for r in found) else 0
+    if as_json:
+        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "writers": found})
+        ctx.exit(code)
+    if not found:
+        terminal.say(f"{spool} holds no spool files: nothing to recover.")
+    for item in found:
+        terminal.say(f"writer {item.writer_id}, {item.state}, run {item.run_id}, ledger {item.ledger}")
+        terminal.say(f"       {_statement(item)}")
+    ctx.exit(code)
+
+
+def _statement(item: "Recovered") -> str:
+    parts = [f"{item.events} whole events in the spool: {item.shipped} shipped now, {item.known} were in the ledger"]
+    if item.waiting:
+        parts.append(f"{item.waiting} wait in the spool ({item.problem})")
+    elif item.problem:
+        parts.append(item.problem.rstrip("."))
+    parts.append(f"{item.lost_bytes} bytes were no whole event and are lost" if item.lost_bytes else "nothing was lost")
+    if item.state == "alive":
+        parts.append("the writer still runs, its newest file was left alone")
+    elif item.state == "unknown":
+        parts.append(
+            "it ran where this machine cannot look, its newest file was left alone; --assume-dead if it is gone"
+        )
+    return "; ".join(parts) + "."

@@ -1,0 +1,54 @@
+"""`verify`: is the ledger intact?"""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from rlk_ledger import terminal
+
+if TYPE_CHECKING:
+    from rlk_ledger.verify import Finding
+
+_STYLES = {"error": "bold red", "gap": "yellow", "info": "dim"}
+_WORDS = {"error": "ERROR", "gap": "GAP", "info": "note"}
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--deep", is_flag=True, help="Recompute every event's leaf and every column.")
+@terminal.ledger_option
+@terminal.output_options
+@click.pass_context
+def verify(ctx: click.Context, run: str | None, deep: bool, url: str | None, as_json: bool) -> None:
+    """Check that nothing in the ledger was changed, removed or lost.
+
+    Exit codes: 0 intact (open writers, duplicates and killed writers recovered without loss are named and fine);
+    1 tampered or corrupt; 2 usage; 3 intact but incomplete: bytes, sequence numbers or ranks are missing.
+    """
+    from rlk_ledger.verify import verify as check
+
+    with terminal.progress("verify") as progress:
+        result = check(terminal.require_url(url), run, deep=deep, progress=progress)
+    if as_json:
+        terminal.echo_json({"ledger": url, "run_id": run, **{f: getattr(result, f) for f in result.__struct_fields__}})
+    else:
+        for item in result.findings:
+            terminal.say(f"{_WORDS[item.severity]}  {item.kind}  {item.object}{_place(item)}", _STYLES[item.severity])
+            terminal.say(f"       {item.text}")
+        style = {"intact": "bold green", "tampered": "bold red", "incomplete": "bold yellow"}[result.verdict]
+        what = "every event and column" if deep else "every receipt and file"
+        terminal.say(
+            f"{result.verdict}: checked {what} of {result.runs} runs, {result.segments} segments, "
+            f"{result.events} events, {terminal.size_text(result.bytes)}",
+            style,
+        )
+    ctx.exit(int(result.exit_code))
+
+
+def _place(item: "Finding") -> str:
+    out = f"  writer {item.writer}" if item.writer else ""
+    if item.first is not None:
+        out += f" events {item.first}-{item.last}" if item.last != item.first else f" event {item.first}"
+    if item.byte is not None:
+        out += f"  bytes {item.byte}-{item.end_byte - 1}" if item.end_byte else f"  byte {item.byte}"
+    return out
