@@ -7,11 +7,11 @@ import atexit
 import logging
 import os
 import threading
-from typing import Any
+from typing import Any, Unpack
 
 from rlk_ledger_schemas.errors import RlkError, UsageError
 from rlk_ledger_schemas.events import Event
-from rlk_ledger_sdk.config import disabled, load_config
+from rlk_ledger_sdk.config import Options, check_options, disabled, load_config
 from rlk_ledger_sdk.durability import LEVELS
 from rlk_ledger_sdk.recorder import Recorder
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
@@ -50,7 +50,7 @@ _current: Recorder | Nothing | None = None
 _before: dict[str, str | None] = {}
 
 
-def init(url: str | os.PathLike[str] | None = None, **options: Any) -> Recorder | Nothing:
+def init(url: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Recorder | Nothing:
     """Opens this process's writer; without a URL here or in RLK_LEDGER, and with RLK_DISABLE=1, recording stays off.
 
     Options, all with defaults: run_id, role, rank, world_size, roles, engine, parallel, mode, redaction, job, lineage,
@@ -58,6 +58,7 @@ def init(url: str | os.PathLike[str] | None = None, **options: Any) -> Recorder 
     environment, revision. A second init() closes the writer of the first. Raises ConfigError; a bucket that cannot be
     reached raises nothing.
     """
+    check_options(options)
     return _open(url, options, parent_writer=None)
 
 
@@ -105,7 +106,7 @@ def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:
         return before
 
 
-def _open(url: str | os.PathLike[str] | None, options: dict[str, Any], parent_writer: str | None) -> Recorder | Nothing:
+def _open(url: str | os.PathLike[str] | None, options: Options, parent_writer: str | None) -> Recorder | Nothing:
     global _current
     with _lock:
         config = None if disabled() else load_config(url, parent_writer=parent_writer, **options)

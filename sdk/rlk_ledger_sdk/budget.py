@@ -27,6 +27,7 @@ class Budget:
         self._limit = limit
         self._block_s = block_ms / 1000.0
         self._files: list[_File] = []
+        self._refusal: str | None = None
         self._retry_at = 0.0
         self._block_at = 0.0
 
@@ -60,10 +61,13 @@ class Budget:
             time.sleep(0.0005)
         return True
 
-    def worth_a_try(self) -> bool:
-        """Whether enough time has passed since the last failed attempt to look for room again."""
-        now = time.monotonic()
-        if now < self._retry_at:
-            return False
-        self._retry_at = now + RETRY_S
-        return True
+    def refuse(self, reason: str) -> None:
+        """Notes that there was no room for another file, so that the next attempts are cheap for a while."""
+        self._refusal = reason
+        self._retry_at = time.monotonic() + RETRY_S
+
+    def refusal(self) -> str | None:
+        """Why there is no room, until it is time to look again."""
+        if self._refusal is not None and time.monotonic() >= self._retry_at:
+            self._refusal = None
+        return self._refusal

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -63,6 +63,40 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 def disabled() -> bool:
     """Whether RLK_DISABLE turns everything off."""
     return os.environ.get("RLK_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of init(), all optional."""
+
+    run_id: str | None
+    role: str | None
+    rank: int | None
+    world_size: int | None
+    roles: Mapping[str, int] | None
+    engine: Mapping[str, Any] | str | None
+    parallel: Mapping[str, Any] | None
+    mode: Mapping[str, str] | None
+    redaction: str | None
+    job: Mapping[str, Any] | None
+    lineage: Mapping[str, Any] | None
+    sampling_policy: Mapping[str, Any] | None
+    spool: str | os.PathLike[str] | None
+    shipper: str | None
+    budget_bytes: int | None
+    block_ms: float | None
+    on_error: str | None
+    environment: Mapping[str, Any] | None
+    revision: Mapping[str, Any] | None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a keyword init() does not have, naming the nearest one."""
+    known = sorted(Options.__annotations__)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
+            raise ConfigError(f"init: {name!r} is no option; {hint}")
 
 
 def load_config(

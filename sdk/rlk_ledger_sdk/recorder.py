@@ -10,6 +10,7 @@ safe where a Python process is not:
 * `_mark[0]`: false after a fork and after close().
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -75,7 +76,6 @@ class Recorder:
         self._inside = False
         self._unsettled = True
         self._losses = Losses()
-        self._exhausted: str | None = None
         self._deferred: deque[tuple[str, Any, dict[str, Array], Reference]] = deque()
         self._contracts: dict[str, Reference] = {}
         self._assigned = {
@@ -190,7 +190,8 @@ class Recorder:
             payload = b""
             try:
                 self._inside = True
-                if self._unsettled:
+                settling = self._unsettled
+                if settling:
                     self._settle()
                 self._unsettled = True
                 seq = spool.at[1]
@@ -199,7 +200,7 @@ class Recorder:
                 _set(wire, "mono_ns", _mono())
                 payload = encode_payload(encode(wire), arrays)
                 spool.put(payload)
-                self._unsettled = False
+                self._unsettled = settling and not self._recovered()
             except Full as full:
                 self._drop(name, full, len(payload) or _size(arrays))
                 return Reference(self.writer_id, None, contract_id)
@@ -213,18 +214,19 @@ class Recorder:
     # -- inside the critical section --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Repairs what an exception left, then writes what comes first: the writer's own events, then a gap."""
+        """Repairs what an exception left, then writes the writer's own events if they are still to come."""
         self._spool.resync()
         self._losses.settle(self._spool.at[1])
-        if self._exhausted is not None and not self._budget.worth_a_try():
-            raise Full(self._exhausted)
         while self._identity:
             self._put(*self._identity[0])
             self._identity.pop(0)
-        if self._losses:
-            self._state_losses(reserved=False)
-        self._exhausted = None
+
+    def _recovered(self) -> bool:
+        """After an event was stored: states the losses before it. False when there is no room for that yet."""
+        if self._losses and not self._state_losses(roll=False):
+            return False
         self._losses.total = 0
+        return True
 
     def _settle_quietly(self) -> None:
         """Settles now, as far as there is room."""
@@ -233,10 +235,9 @@ class Recorder:
         try:
             self._inside = True
             self._settle()
-            self._unsettled = False
+            self._unsettled = not self._recovered()
         except Full as full:
-            self._exhausted = str(full)
-            self._warn("full", "", f"{full}; events are dropped and counted until there is room")
+            self._warn_full(full)
         finally:
             self._inside = False
 
@@ -248,31 +249,36 @@ class Recorder:
         wire, arrays = check_fields(name, dict(fields), assigned)
         return encode_payload(encode(wire), arrays)
 
-    def _state_losses(self, reserved: bool) -> None:
-        """Writes the gap event of the pending losses, in reserved room or in ordinary room (raises Full)."""
+    def _lose(self, kind: str, nbytes: int, reason: str, event_type: str, roll: bool) -> None:
+        """Consumes a sequence number that holds nothing and states it, now or when there is room."""
+        self._losses.add(self._spool.at[1], kind, nbytes, reason[:500], event_type[:500])
+        self._spool.skip()
+        if roll or self._losses.due:
+            self._state_losses(roll)
+
+    def _state_losses(self, roll: bool) -> bool:
+        """Writes the gap event of the pending losses, in the reserve if need be; False when it has to wait."""
         payload = self._encoded("gap", self._losses.fields(self._spool.at[1]))
-        if not reserved:
-            self._spool.put(payload)
-        elif not self._spool.put_reserved(payload):
-            return
+        if not self._spool.put_reserved(payload):
+            if not roll:
+                return False
+            try:
+                self._put("gap", self._losses.fields(self._spool.at[1]))
+            except Full as full:
+                self._warn_full(full)
+                return False
         self._losses.clear()
+        return True
 
     def _drop(self, name: str, full: Full, nbytes: int) -> None:
-        """No room: consumes a sequence number, states it in a gap event, and raises for audit events when strict."""
+        """No room: counts the event as lost; an audit event makes the run non-auditable, or raises when strict."""
         kind = "bulk" if REGISTRY[name].arrays else "audit"
-        self._exhausted = str(full)
-        self._lose(kind, nbytes, str(full), name, reserved=True)
-        self._warn("full", "", f"{full}; events are dropped and counted until there is room")
+        self._lose(kind, nbytes, str(full), name, roll=False)
+        self._warn_full(full)
         if kind == "audit":
             self.auditable = False
             if self.config.strict:
                 raise SpoolError(f"{full}; {name} was not recorded and consistency is strict")
-
-    def _lose(self, kind: str, nbytes: int, reason: str, event_type: str | None, reserved: bool) -> None:
-        self._losses.add(self._spool.at[1], kind, nbytes, reason[:500], event_type)
-        self._spool.skip()
-        if not reserved or self._losses.due:
-            self._state_losses(reserved)
 
     # -- around the critical section --------------------------------------------------------------------------------
 
@@ -327,15 +333,16 @@ class Recorder:
         try:
             self._inside = True
             if self._unsettled:
-                self._settle()
+                with contextlib.suppress(Full):
+                    self._settle()
             self._unsettled = True
-            self._lose(kind, 0, reason, event_type[:500], reserved=False)
-            self._unsettled = False
-        except Full as full:
-            self._exhausted = str(full)
-            self._lose(kind, 0, reason, event_type[:500], reserved=True)
+            self._lose(kind, 0, reason, event_type, roll=True)
+            self._unsettled = bool(self._losses or self._identity)
         finally:
             self._inside = False
+
+    def _warn_full(self, full: Full) -> None:
+        self._warn("full", "", f"{full}; events are dropped and counted until there is room")
 
     def _warn(self, kind: str, detail: str, message: str) -> None:
         if (kind, detail) not in self._warned and len(self._warned) < 100:
@@ -359,7 +366,8 @@ class Recorder:
         if self._mark[0]:
             self._afterwards()
             closed, arrays = check_fields("writer.closed", {"reason": reason}, self._assigned)
-            self._append("writer.closed", closed, arrays)
+            with contextlib.suppress(SpoolError):  # warned about; the reader will say that this writer never closed
+                self._append("writer.closed", closed, arrays)
         here = bool(self._mark[0])
         self._closed = True
         self._mark = NO_PROCESS

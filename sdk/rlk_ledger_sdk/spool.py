@@ -152,6 +152,16 @@ class SpoolWriter:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _roll(self, need: int) -> None:
+        """Opens the next file, large enough for a frame of `need` bytes; raises Full."""
+        if (refusal := self._budget.refusal()) is not None:
+            raise Full(refusal)
+        try:
+            self._open_next(need)
+        except Full as full:
+            self._budget.refuse(str(full))
+            raise
+
+    def _open_next(self, need: int) -> None:
         size = self._size_for(need)
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
