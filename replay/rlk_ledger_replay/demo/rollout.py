@@ -6,7 +6,7 @@ Run as `python -m rlk_ledger_replay.demo.rollout SETTINGS.json`; the demo comman
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,7 +20,7 @@ from rlk_ledger_replay.demo.tasks import reward, tasks_of
 from rlk_ledger_schemas.metrics import VALUE_CLASSES
 from rlk_ledger_sdk.weights import state_digest
 
-SIDE = "rollout"
+SIDE: Final = "rollout"
 _FINITE, _MISSING = VALUE_CLASSES.index("finite"), VALUE_CLASSES.index("missing")
 
 

@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ledger(self) -> str:
         """The ledger's URL."""
-        return (Path(self.root) / "ledger").as_uri()
+        return str(Path(self.root) / "ledger")
 
     @property
     def spool(self) -> Path:

@@ -6,7 +6,7 @@ Run as `python -m rlk_ledger_replay.demo.training SETTINGS.json`; the demo comma
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from rlk_ledger_replay.demo.settings import Settings, read_settings, version_nam
 from rlk_ledger_schemas.fingerprints import file_digest
 from rlk_ledger_sdk.weights import state_digest
 
-SIDE = "training"
+SIDE: Final = "training"
 
 
 class TrainingEngine:
