@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rlk_ledger import layout
 from rlk_ledger.contact import Contact
-from rlk_ledger.records import Record
+from rlk_ledger.records import LIMIT, Record
 from rlk_ledger.segments import write_segment
 from rlk_ledger.store import AlreadyThere, Store
 from rlk_ledger_schemas.codec import decode_envelope
@@ -161,7 +161,9 @@ def writer_ranges(records: Iterable[Record], endings: Mapping[str, Ending]) -> t
 def gap_size(fields: Mapping[str, object]) -> int:
     """How many sequence numbers a `gap` event's envelope says were dropped; 0 when it does not say."""
     first, last = fields.get("first"), fields.get("last")
-    return last - first + 1 if type(first) is int and type(last) is int and last >= first else 0
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last < LIMIT:
+        return 0
+    return last - first + 1
 
 
 def ranges(seqs: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,8 @@ from rlk_ledger.segments import SEGMENT_BYTES
 from rlk_ledger.spans import merged
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.codec import decode_envelope
-from rlk_ledger_schemas.errors import RlkError, StoreError
+from rlk_ledger_schemas.errors import FingerprintError, RlkError, StoreError
+from rlk_ledger_schemas.fingerprints import canonical_json
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_schemas.objects import FORMAT, Receipt, RunInfo
 
@@ -216,10 +217,19 @@ def declared(header: SpoolHeader, records: list[Record]) -> RunInfo:
         format=FORMAT,
         ledger_id="",
         run_id=header.run_id,
-        roles=dict(opened.get("roles") or header.roles or {}),
+        roles=dict(_plain(opened.get("roles")) or header.roles or {}),
         mode=dict(mode),
         redaction=header.redaction,  # type: ignore[arg-type]
         redaction_key_id=header.redaction_key_id,
         created_us=header.opened_wall_us,
-        lineage=opened.get("lineage"),
+        lineage=_plain(opened.get("lineage")),
     )
+
+
+def _plain(value: Any) -> Any:
+    """`value` where run.json can hold it, else None: the event still says it in full."""
+    try:
+        canonical_json(value)
+    except FingerprintError:
+        return None
+    return value

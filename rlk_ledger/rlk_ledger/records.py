@@ -21,6 +21,8 @@ from rlk_ledger_schemas.events import REGISTRY
 
 ARRAYS_KEY = b"rlk_ledger.arrays"
 FORMAT_KEY = b"rlk_ledger.format"
+LIMIT = 2**53
+"""Numbers that receipts repeat stay below this: JSON readers would round larger ones."""
 
 # Arrow type that holds a wire dtype's bits; bool is a byte an item and bfloat16 is its uint16 bits.
 _ARROW = {name: pa.type_for_alias(name) for name in ITEMSIZE if name not in ("bool", "bfloat16")}
@@ -57,7 +59,7 @@ def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
     """The record of an event's bytes; writer and number are read from the envelope. Raises FormatError."""
     fields = decode_envelope(envelope)
     writer, seq = fields.get("writer_id"), fields.get("seq")
-    if type(writer) is not str or type(seq) is not int or not 0 <= seq < 2**63:
+    if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
         raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
     return Record(writer, seq, envelope, arrays, leaf_hash(envelope, arrays))
 

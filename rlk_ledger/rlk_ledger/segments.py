@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
+from rlk_ledger.records import LIMIT, PROJECTIONS, Record, array_names, build_table, rows
 from rlk_ledger_schemas import merkle
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
@@ -85,7 +85,9 @@ def content_root(records: Iterable[Record]) -> bytes:
 def _clustered(record: Record) -> _Row:
     fields = decode_envelope(record.envelope)
     step = fields.get("step")
-    return _Row(fields["type"], step if type(step) is int else -1, record.writer_id, record.seq, record)
+    return _Row(
+        fields["type"], step if type(step) is int and 0 <= step < LIMIT else -1, record.writer_id, record.seq, record
+    )
 
 
 def _size(record: Record) -> int:
@@ -106,7 +108,8 @@ def _groups(clustered: Sequence[_Row]) -> Iterator[tuple[int, int]]:
             yield start, i
             start, filled = i, 0
         filled += size
-    yield start, len(sizes)
+    if sizes:
+        yield start, len(sizes)
 
 
 def _counts(clustered: Sequence[_Row]) -> tuple[TypeCount, ...]:

@@ -85,7 +85,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Prints one paragraph of plain text, wrapped in a terminal; `style` is a rich style and colours a terminal only."""
+    """Prints one paragraph of plain text, wrapped in a terminal; `style` (a rich style) shows in a terminal only."""
     console().print(text, style=style)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rlk_ledger import layout
-from rlk_ledger.chain import held_ranges
+from rlk_ledger.chain import gap_size, held_ranges
 from rlk_ledger.segments import read_records
 from rlk_ledger.spans import intersect, merged, subtract, total
 from rlk_ledger.store import Missing, Store
@@ -68,9 +68,8 @@ class _Reader:
 def _dropped(events: _Reader) -> dict[str, _Spans]:
     out: dict[str, _Spans] = {}
     for fields in events.events("gap"):
-        first, last = fields.get("first"), fields.get("last")
-        if type(first) is int and type(last) is int and first <= last:
-            out.setdefault(str(fields.get("writer_id")), []).append((first, last))
+        if gap_size(fields):
+            out.setdefault(str(fields.get("writer_id")), []).append((fields["first"], fields["last"]))
     return {writer: merged(found) for writer, found in out.items()}
 
 

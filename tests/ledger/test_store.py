@@ -1,0 +1,177 @@
+"""A store holds exactly what was created, once, below its root."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlk_ledger import contact
+from rlk_ledger.store import AlreadyThere, FileStore, Missing, open_store
+from rlk_ledger_schemas.errors import ConfigError, StoreError
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request, tmp_path):
+    return open_store(str(tmp_path / "root") if request.param == "file" else f"memory://{tmp_path}")
+
+
+def test_create_is_put_if_absent_and_a_repeat_of_the_same_bytes_is_success(store) -> None:
+    store.create("a/b.json", b"one")
+    store.create("a/b.json", b"one")
+    with pytest.raises(AlreadyThere):
+        store.create("a/b.json", b"two")
+    assert store.read("a/b.json") == b"one"
+    assert store.stat("a/b.json") == 3
+    assert store.stat("a/c.json") is None
+    with pytest.raises(Missing):
+        store.read("a/c.json")
+
+
+def test_listing_is_sorted_relative_and_shows_whole_objects_only(store) -> None:
+    for path in ("runs/b/2", "runs/b/1", "runs/a/x/y"):
+        store.create(path, path.encode())
+    assert [(e.path, e.size) for e in store.list("runs")] == [("runs/a/x/y", 10), ("runs/b/1", 8), ("runs/b/2", 8)]
+    assert store.children("runs") == ("a", "b")
+    assert store.children("nowhere") == ()
+    assert list(store.list("nowhere")) == []
+
+
+@pytest.mark.parametrize("path", ["../x", "a/../../x", "/etc/passwd", "", "a//b", "a/./b", "a\0b", "a\\..\\b"])
+def test_no_path_leaves_the_root(store, path: str) -> None:
+    for call in (lambda: store.create(path, b""), lambda: store.read(path), lambda: store.stat(path)):
+        with pytest.raises(StoreError, match="not a path below"):
+            call()
+
+
+def test_of_many_racing_creators_one_wins_and_nothing_half_written_is_seen(tmp_path: Path) -> None:
+    stores = [FileStore(tmp_path) for _ in range(8)]
+    for round_ in range(20):
+        barrier = threading.Barrier(8)
+        won = []
+
+        def race(i: int, store: FileStore, barrier=barrier, won=won, round_=round_) -> None:
+            barrier.wait()
+            try:
+                store.create(f"r/{round_}", bytes([i]) * 5000)
+                won.append(i)
+            except AlreadyThere:
+                pass
+
+        threads = [threading.Thread(target=race, args=(i, s)) for i, s in enumerate(stores)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert stores[0].read(f"r/{round_}") == bytes([won[0]]) * 5000
+    assert len(list((tmp_path / "r").iterdir())) == 20, "no temporary file is left"
+
+
+def test_a_temporary_file_of_a_killed_writer_is_no_object(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.create("a/x", b"1")
+    (tmp_path / "a" / ".y.0123456789abcdef.tmp").write_bytes(b"half")
+    assert [e.path for e in store.list("")] == ["a/x"]
+    assert store.children("a") == ("x",)
+
+
+def test_a_read_only_directory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreError, match=r"cannot create .*x: Permission denied\.$"):
+        FileStore(tmp_path).create("x", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("", "a path or something like"), ("  ", "a path"), ("nosuch://b/x", "use a path"), (None, "got None")],
+)
+def test_a_bad_url_is_one_sentence(url, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_store(url)
+
+
+def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r'pip install "rlk-ledger\[s3\]"'):
+        open_store("s3://bucket/x")
+
+
+def test_relative_and_file_urls_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert open_store("led").url == open_store(f"file://{tmp_path}/led").url == str(tmp_path / "led")
+
+
+class _Overwriting:
+    """A store that ignores the condition: last writer wins."""
+
+    def __init__(self) -> None:
+        self.url, self.objects = "fake://", {}
+
+    def create(self, path: str, data: bytes) -> None:
+        self.objects[path] = data
+
+    def read(self, path: str) -> bytes:
+        if path not in self.objects:
+            raise Missing(path)
+        return self.objects[path]
+
+    def locate(self, path: str) -> str:
+        return path
+
+
+def _run(**more):
+    from rlk_ledger_schemas.objects import RunInfo
+
+    return RunInfo(
+        **{
+            "format": 1,
+            "ledger_id": "",
+            "run_id": "r",
+            "roles": {},
+            "mode": {},
+            "redaction": "none",
+            "created_us": 1,
+            **more,
+        }
+    )
+
+
+def test_the_probe_sees_a_store_that_ignores_the_condition(store) -> None:
+    assert contact.probe(store) == "honoured"
+    assert contact.probe(store) == "honoured", "it may be repeated"
+    assert contact.probe(_Overwriting()) == "ignored"
+
+
+def test_a_store_that_ignores_the_condition_is_refused_when_strict_and_recorded_otherwise() -> None:
+    with pytest.raises(contact.Ignored, match="overwrites objects"):
+        contact.meet(_Overwriting(), _run(), strict=True)
+    lax = _Overwriting()
+    assert contact.meet(lax, _run()).ledger.put_if_absent == "ignored"
+    with pytest.raises(contact.Ignored):
+        contact.meet(lax, _run(run_id="r2"), strict=True)
+
+
+def test_the_first_declaration_wins_and_a_conflict_is_said(store) -> None:
+    first = contact.meet(store, _run(roles={"training": 2}))
+    second = contact.meet(store, _run(roles={"training": 4}))
+    assert first.ledger.put_if_absent == "honoured"
+    assert second.run == first.run
+    assert second.ledger == first.ledger
+    assert first.conflict is None
+    assert "'training': 4" in second.conflict
+    assert "in force: {'training': 2}" in second.conflict
+
+
+def test_a_pinned_ledger_id_must_agree(store) -> None:
+    from rlk_ledger_schemas.errors import LedgerError
+
+    assert contact.meet(store, _run(), ledger_id="ab" * 16).ledger.ledger_id == "ab" * 16
+    with pytest.raises(LedgerError, match="this writer was given ledger"):
+        contact.meet(store, _run(), ledger_id="cd" * 16)
