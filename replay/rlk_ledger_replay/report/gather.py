@@ -1,0 +1,120 @@
+"""Everything a report shows, read from the ledger alone."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlk_ledger.history import History, load_history
+from rlk_ledger.metrics import Drift
+from rlk_ledger.pairs import Pairing, pair
+from rlk_ledger.verify import verify
+from rlk_ledger_replay.report import coverage, drift
+from rlk_ledger_replay.report.answers import Answer, audited_now, chosen, read_answers
+from rlk_ledger_replay.report.provenance import Provenance, provenance
+from rlk_ledger_replay.report.strips import Strip, strips
+
+if TYPE_CHECKING:
+    from rlk_ledger.ledger import Ledger
+    from rlk_ledger.verify import Finding
+
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `verify` said of the run: its exit code and its findings as sentences."""
+
+    exit_code: int
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The data of one report. `url` holds no credentials; `answers` are all recorded ones, `lead` the one shown."""
+
+    run_id: str
+    url: str
+    ledger_id: str
+    lead: Answer
+    answers: tuple[Answer, ...]
+    drift: Drift
+    steps: tuple[drift.StepDrift, ...]
+    histogram: drift.Histogram | None
+    worst: tuple[drift.WorstToken, ...]
+    strips: tuple[Strip, ...]
+    provenance: Provenance
+    coverage: tuple[coverage.Line, ...]
+    writers: tuple[coverage.Writer, ...]
+    gaps: tuple[coverage.Gap, ...]
+    segments: coverage.Segments
+    verified: Checked
+
+    @property
+    def replayed(self) -> bool:
+        """Whether a replay reached the verdict."""
+        return self.lead.kind == "replay"
+
+
+def gather(ledger: "Ledger", run_id: str) -> Report:
+    """Reads the report of a run; raises LedgerError when the run does not exist or cannot be read."""
+    run = ledger.run(run_id)
+    history = load_history(ledger, run_id)
+    pairing = pair(history)
+    answers = read_answers(ledger, run_id)
+    receipts = coverage.evidence_receipts(run.receipts)
+    return _report(ledger, history, pairing, answers, receipts)
+
+
+def _report(
+    ledger: "Ledger", history: History, pairing: Pairing, answers: list[Answer], receipts: list[coverage.Receipt]
+) -> Report:
+    found = drift.columns(pairing)
+    total = drift.overall(found)
+    lead = chosen(answers) or audited_now(history)
+    kept = {name for receipt in receipts for name in (w.writer_id for w in receipt.writers)}
+    return Report(
+        run_id=history.run_id,
+        url=public_url(ledger.url),
+        ledger_id=ledger.info.ledger_id,
+        lead=lead,
+        answers=tuple(answers),
+        drift=total,
+        steps=tuple(drift.by_step(found)),
+        histogram=drift.histogram(found),
+        worst=tuple(drift.worst_tokens(pairing, found)),
+        strips=tuple(strips(pairing)),
+        provenance=provenance(history),
+        coverage=tuple(coverage.lines(history, pairing, total)),
+        writers=tuple(w for w in coverage.writers(history, receipts) if w.writer_id in kept),
+        gaps=tuple(coverage.gaps(history)),
+        segments=coverage.segments(receipts),
+        verified=_verified(ledger, history.run_id),
+    )
+
+
+def _verified(ledger: "Ledger", run_id: str) -> Checked:
+    result = verify(ledger, run_id)
+    return Checked(int(result.exit_code), tuple(_sentence(finding) for finding in result.findings))
+
+
+def _sentence(finding: "Finding") -> str:
+    return f"{finding.severity}, {finding.kind}: {finding.text} ({finding.object})"
+
+
+def public_url(url: str) -> str:
+    """A ledger's URL without user name and password: a report is handed to other people."""
+    return _USER_INFO.sub("", url)
+
+
+def commands(report: Report) -> list[tuple[str, str]]:
+    """The commands that give every answer on the page again, each with what it does."""
+    at, run = shlex.quote(report.url), shlex.quote(report.run_id)
+    steps = [
+        ("Is the record intact?", f"rlk-ledger verify {run} --ledger {at}"),
+        ("What does the record alone show?", f"rlk-ledger audit {run} --ledger {at}"),
+        ("Which side drifts, and by how many noise floors?", f"rlk-ledger replay --run-id {run} --ledger {at}"),
+        ("The drift by step", f"rlk-ledger drift {run} --ledger {at} --by step"),
+        ("This page again", f"rlk-ledger report {run} --ledger {at}"),
+    ]
+    return steps

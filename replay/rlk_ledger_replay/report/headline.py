@@ -1,0 +1,171 @@
+"""The first screen in words: what happened, how sure, on which evidence, what to do next, and what was not measured."""
+
+from dataclasses import dataclass
+
+from rlk_ledger_replay.report.answers import Answer, query_of
+from rlk_ledger_replay.report.gather import Report
+from rlk_ledger_replay.report.text import cut, flat, plural
+from rlk_ledger_schemas.findings import FINDINGS
+
+WORDS = {
+    "pass": "Pass",
+    "fail": "Fail",
+    "inconclusive": "Inconclusive",
+    "not_comparable": "Not comparable",
+    "not_applicable": "Not applicable",
+}
+_MEANING = {
+    "pass": "The two policies agree as far as this arithmetic can.",
+    "fail": "Something is wrong in this run.",
+    "inconclusive": "The record does not decide.",
+    "not_comparable": "The two sides do not compute the same thing, so their difference has no numerical cause to name.",
+    "not_applicable": "There is nothing to judge.",
+}
+
+
+@dataclass(frozen=True)
+class FindingView:
+    """A finding as a page shows it; `where` and `evidence` are (name, text) rows."""
+
+    finding_id: str
+    severity: str
+    meaning: str
+    where: tuple[tuple[str, str], ...]
+    evidence: tuple[tuple[str, str], ...]
+    next_step: str
+    query: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The banner: the verdict's word and class, one sentence of what happened, and the answers to three questions."""
+
+    verdict: str
+    word: str
+    happened: str
+    sure: str
+    evidence: str
+    next_step: str
+    exit_code: int | None
+    decision: str
+
+
+def headline(report: Report) -> Headline:
+    """The banner of a report."""
+    fields = report.lead.verdict or {}
+    verdict = str(fields.get("verdict") or "inconclusive")
+    reason = str(fields.get("reason") or "").strip()
+    return Headline(
+        verdict=verdict if verdict in WORDS else "inconclusive",
+        word=WORDS.get(verdict, verdict),
+        happened=_sentence(reason) if reason else _MEANING.get(verdict, _MEANING["inconclusive"]),
+        sure=_sure(report),
+        evidence=_evidence(report),
+        next_step=_next(report),
+        exit_code=fields.get("exit_code"),
+        decision=str(fields.get("decision") or ""),
+    )
+
+
+def _sentence(text: str) -> str:
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _sure(report: Report) -> str:
+    lead = report.lead
+    if not report.replayed:
+        return "Judged from the record alone. No replay: neither the noise floor nor either side's share was measured."
+    multiple = lead.interval("multiple_drift")
+    if multiple is None:
+        return "The noise floor was not measured, so the size of the drift has nothing to be compared with."
+    groups = lead.count("groups")
+    over = f", resampled over {plural(groups, 'group')}" if groups else ""
+    words = f"The drift stands at {multiple.text} times its measured noise floor (95 % interval{over})."
+    return words + _shares(lead)
+
+
+def _shares(lead: Answer) -> str:
+    left, right = lead.interval("share_rollout"), lead.interval("share_training")
+    if left is None or right is None:
+        return ""
+    return f" Share of the drift: rollout {left.text}, training {right.text}."
+
+
+def _evidence(report: Report) -> str:
+    lead, parts = report.lead, []
+    tokens, samples = lead.count("tokens"), lead.count("samples")
+    if report.replayed and tokens is not None and samples is not None:
+        available = lead.count("available")
+        of = f" of {available:,}" if available and available != samples else ""
+        parts.append(f"{plural(tokens, 'token')} of {samples:,}{of} samples replayed")
+    parts.append(f"{plural(report.drift.tokens, 'token')} compared in the whole run")
+    if lead.gates:
+        passed = sum(gate.get("status") == "passed" for gate in lead.gates)
+        parts.append(f"{passed} of {plural(len(lead.gates), 'gate')} passed")
+    parts.append(_verified(report))
+    return "; ".join(parts) + "."
+
+
+def _verified(report: Report) -> str:
+    return {
+        0: "the record verifies",
+        1: "the record does NOT verify",
+        3: "the record verifies, with gaps",
+    }.get(report.verified.exit_code, "the record could not be verified")
+
+
+def _next(report: Report) -> str:
+    if report.verified.exit_code == 1:
+        return f"Run `rlk-ledger verify {report.run_id}` first: what the ledger holds is not what was recorded."
+    for finding in report.lead.findings:
+        if finding.get("severity") in ("error", "gap") and finding.get("next_step"):
+            return _sentence(str(finding["next_step"]))
+    if not report.replayed:
+        return f"Measure the noise floor and the sides' shares: `rlk-ledger replay --run-id {report.run_id}`."
+    for finding in report.lead.findings:
+        if finding.get("next_step"):
+            return _sentence(str(finding["next_step"]))
+    return "Nothing to do."
+
+
+def findings(answer: Answer, run_id: str) -> list[FindingView]:
+    """The findings of an answer, errors first."""
+    return [_view(fields, run_id) for fields in answer.findings]
+
+
+def _view(fields: dict[str, object], run_id: str) -> FindingView:
+    finding_id = str(fields.get("finding_id"))
+    known = FINDINGS.get(finding_id)
+    where, evidence = fields.get("where"), fields.get("evidence")
+    return FindingView(
+        finding_id=finding_id,
+        severity=str(fields.get("severity")),
+        meaning=_sentence(known.meaning) if known else "",
+        where=tuple(flat(where)) if isinstance(where, dict) else (),
+        evidence=tuple(flat(evidence)) if isinstance(evidence, dict) else (),
+        next_step=cut(str(fields.get("next_step") or "")),
+        query=query_of(finding_id, run_id),
+    )
+
+
+def unmeasured(report: Report) -> list[str]:
+    """What this report cannot say, each with what would say it."""
+    run, lead = report.run_id, report.lead
+    out = []
+    if not report.replayed:
+        out.append(
+            f"No replay of this run is recorded: noise floor, shares and arms are not measured. "
+            f"`rlk-ledger replay --run-id {run}` measures them."
+        )
+    else:
+        out += [f"{gate.get('gate')}: {gate.get('reason')}" for gate in lead.gates if gate.get("status") == "unknown"]
+        out += [f"{case.get('arm')}: {case.get('reason')}" for case in lead.cases if case.get("status") != "completed"]
+    if report.drift.status != "measured":
+        out.append("No active token has a finite value on both sides, so there is no drift to measure: this is no pass.")
+    if not lead.recorded:
+        out.append(
+            "No audit of this run is recorded either; the findings here come from an audit made for this page. "
+            f"`rlk-ledger audit {run}` repeats it."
+        )
+    return out

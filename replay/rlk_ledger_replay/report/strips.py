@@ -1,0 +1,166 @@
+"""Token strips: a sample's response as cells, one a token, with both sides' values and what they differ by."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlk_ledger.classes import FINITE, MISSING
+from rlk_ledger.history import Sample
+from rlk_ledger.pairs import PairedSample, Pairing
+from rlk_ledger_replay.report.drift import worst_pairs
+from rlk_ledger_replay.report.text import clean
+from rlk_ledger_schemas.metrics import CLIP_EPSILON, VALUE_CLASSES
+
+SAMPLES = 6
+WINDOW = 480
+"""Tokens shown of one sample; of a longer one the window around its worst token."""
+_PROMPT = 240
+
+LEVELS = (0.01, 0.03, 0.1)
+"""Lower edges (nats) of the shades of abs(d) below the clip edge."""
+CLIP_LOW, CLIP_HIGH = float(np.log1p(-CLIP_EPSILON)), float(np.log1p(CLIP_EPSILON))
+
+State = Literal["compared", "masked", "unpaired", "unmeasured"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One token. `level` is 0 to 4 (4: outside the clip band) for a compared token; `line_end` breaks the line."""
+
+    position: int
+    text: str
+    token_id: int | None
+    rollout: float | None
+    training: float | None
+    dlogp: float | None
+    level: int
+    state: State
+    note: str
+    line_end: bool
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A sample's cells [first, last) of `length`, its prompt's end as text where tokens are bytes, and its drift."""
+
+    sample_id: str
+    step: int | None
+    group_id: str | None
+    engine: str | None
+    first: int
+    last: int
+    length: int
+    prompt: str
+    rms: float
+    mean: float
+    largest: float
+    tokens: int
+    masked: int
+    cells: tuple[Cell, ...]
+
+
+def strips(pairing: Pairing, count: int = SAMPLES) -> list[Strip]:
+    """The strips of the samples that drift most."""
+    return [_strip(pairing, pair) for pair in worst_pairs(pairing, count)]
+
+
+def level(dlogp: float) -> int:
+    """The shade of a difference: 0 to 3 by LEVELS, 4 outside the clip band."""
+    if dlogp < CLIP_LOW or dlogp > CLIP_HIGH:
+        return 4
+    return sum(abs(dlogp) >= edge for edge in LEVELS)
+
+
+def is_bytes(sample: Sample) -> bool:
+    """Whether the sample's token ids below 256 are bytes."""
+    return sample.dims.get("tokenizer") == "bytes"
+
+
+def token_text(token: int | None, as_bytes: bool) -> str:
+    """A token as a cell shows it: the character of a byte, its hexadecimal value where it has none, else the id."""
+    if token is None:
+        return "·"
+    if not as_bytes or not 0 <= token < 256:
+        return f"{token}"
+    if token == 0x20:
+        return "␣"
+    if token == 0x0A:
+        return "⏎"
+    if token == 0x09:
+        return "⇥"
+    return chr(token) if 0x21 <= token < 0x7F else f"{token:02X}"
+
+
+def prompt_text(sample: Sample) -> str:
+    """The end of a byte-level prompt as text; empty where the prompt is not recorded or its tokens are not bytes."""
+    if sample.prompt_token_ids is None or not is_bytes(sample):
+        return ""
+    ids = [int(token) for token in sample.prompt_token_ids if 0 <= int(token) < 256]
+    text = clean(bytes(ids).decode("utf-8", errors="replace"))
+    return text if len(text) <= _PROMPT else "..." + text[-_PROMPT:]
+
+
+def _strip(pairing: Pairing, pair: PairedSample) -> Strip:
+    sample, at = pair.sample, pair.compared
+    d = pair.training.astype(np.float64) - pair.rollout
+    used = np.abs(d[at])
+    worst = int(np.flatnonzero(at)[int(np.argmax(used))])
+    first, last = _window(len(sample), worst)
+    return Strip(
+        sample_id=sample.sample_id,
+        step=sample.step,
+        group_id=sample.group_id,
+        engine=sample.engine,
+        first=first,
+        last=last,
+        length=len(sample),
+        prompt=prompt_text(sample),
+        rms=float(np.sqrt(np.mean(used**2))),
+        mean=float(used.mean()),
+        largest=float(used.max()),
+        tokens=int(at.sum()),
+        masked=int((~pair.active).sum()),
+        cells=tuple(_cell(pair, position, float(d[position]), bool(at[position])) for position in range(first, last)),
+    )
+
+
+def _window(length: int, worst: int) -> tuple[int, int]:
+    if length <= WINDOW:
+        return 0, length
+    first = min(max(worst - WINDOW // 2, 0), length - WINDOW)
+    return first, first + WINDOW
+
+
+def _cell(pair: PairedSample, position: int, d: float, compared: bool) -> Cell:
+    tokens = pair.sample.response_token_ids
+    token = int(tokens[position]) if position < len(tokens) else None
+    as_bytes = is_bytes(pair.sample)
+    state, note = ("compared", "") if compared else _why_not(pair, position)
+    return Cell(
+        position=position,
+        text=token_text(token, as_bytes),
+        token_id=token,
+        rollout=_value(pair.rollout[position], pair.rollout_class[position]),
+        training=_value(pair.training[position], pair.training_class[position]),
+        dlogp=d if compared else None,
+        level=level(d) if compared else 0,
+        state=state,
+        note=note,
+        line_end=as_bytes and token == 0x0A,
+    )
+
+
+def _why_not(pair: PairedSample, position: int) -> tuple[State, str]:
+    """Why a token is outside drift, in words."""
+    if not pair.active[position]:
+        return "masked", "masked: not in the loss"
+    codes = pair.rollout_class[position], pair.training_class[position]
+    for side, code in zip(("rollout", "training"), codes):
+        if code != FINITE:
+            return "unmeasured", f"{side} value: {VALUE_CLASSES[code]}"
+    return "unpaired", "the sides scored other weight versions"
+
+
+def _value(value: np.float32, code: np.uint8) -> float | None:
+    return None if code == MISSING or not np.isfinite(value) else float(value)
