@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from rlk_ledger_schemas.metrics import (
     COPIED_PROBABILITY,
     COPIED_RUN,

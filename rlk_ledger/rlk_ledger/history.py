@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.errors import LedgerError
 from rlk_ledger_schemas.fingerprints import mask_digest, sha256

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rlk_ledger_schemas.metrics import CLIP_EPSILON, EXTREME_TAU, LOG_RATIO_CLAMP, METRICS
 
 from rlk_ledger.classes import FINITE, MISSING, class_counts, own_classes
+from rlk_ledger_schemas.metrics import CLIP_EPSILON, EXTREME_TAU, LOG_RATIO_CLAMP, METRICS
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

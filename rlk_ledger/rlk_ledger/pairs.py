@@ -50,7 +50,7 @@ class PairedSample:
     def compared(self) -> npt.NDArray[np.bool_]:
         """Positions (bool[n]) that enter drift: paired, active and finite on both sides."""
         finite = (self.rollout_class == classes.FINITE) & (self.training_class == classes.FINITE)
-        return self.paired & self.active & finite
+        return np.asarray(self.paired & self.active & finite, np.bool_)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ a series only when every rank of one world size is present; otherwise they are `
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
 from typing import Any
 
 import numpy as np
@@ -241,4 +240,4 @@ def _merge_partials(
     for index, (shard, _) in enumerate(ordered):
         for start, end in shard["ranges"]:
             owner[(ids >= start) & (ids < end)] = index
-    return (targets[owner, np.arange(len(ids))] - lse[: len(ids)]).astype(np.float32)
+    return np.asarray(targets[owner, np.arange(len(ids))] - lse[: len(ids)], np.float32)

@@ -4,10 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from rlk_ledger_schemas.contracts import differing_fields, field_class, undeclared_fields
-
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
+from rlk_ledger_schemas.contracts import differing_fields, field_class, undeclared_fields
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0,),

@@ -4,6 +4,7 @@ A plain value anywhere in a sample, its scores, its layout or its writers is a d
 name a cause (`cache.stale`). A new field or event of the same kind becomes a dimension without code here.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def _thirds(name: str, values: list[Any]) -> Dimension | None:
     cuts = np.unique(np.quantile(known, [1 / 3, 2 / 3]))
     codes = np.array([-1 if v is None else int(np.searchsorted(cuts, v, side="right")) for v in values], np.int64)
     edges = ["-inf", *(f"{c:g}" for c in cuts), "inf"]
-    labels = tuple(f"[{a}, {b})" for a, b in zip(edges[:-1], edges[1:]))
+    labels = tuple(f"[{a}, {b})" for a, b in itertools.pairwise(edges))
     return Dimension(name, codes, labels) if len(np.unique(codes[codes >= 0])) > 1 else None
 
 
@@ -192,4 +193,4 @@ def _span(pair: PairedSample) -> Index:
     version = pair.version[pair.compared]
     if not len(version) or (version == version[0]).all():
         return np.full(len(version), -1, np.int64)
-    return (version != version[0]).astype(np.int64)
+    return np.asarray(version != version[0], np.int64)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from rlk_ledger_schemas.findings import FINDINGS, Severity, Verdict
 
 

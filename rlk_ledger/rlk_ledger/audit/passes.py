@@ -2,13 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
+import numpy.typing as npt
 
 from rlk_ledger.audit import backends
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
+from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
+
+Float64 = npt.NDArray[np.float64]
 
 
 def detect(view: View) -> Iterable[Finding]:
@@ -20,7 +24,7 @@ def detect(view: View) -> Iterable[Finding]:
 
 def _layouts(view: View) -> Iterable[Finding]:
     """Later training passes of one version against the first, by the names of the two passes."""
-    sizes: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)  # type: ignore[type-arg]
+    sizes: dict[tuple[str, str], list[Float64]] = defaultdict(list)
     layouts: dict[tuple[str, str], tuple[str | None, str | None]] = {}
     samples: dict[tuple[str, str], int] = defaultdict(int)
     for later in view.pairing.passes:
@@ -49,15 +53,15 @@ def _layouts(view: View) -> Iterable[Finding]:
 
 
 def _lag(view: View) -> Iterable[Finding]:
-    by_lag: dict[int, list[np.ndarray]] = defaultdict(list)  # type: ignore[type-arg]
+    by_lag: dict[int, list[Float64]] = defaultdict(list)
     for row in view.pairing.off_policy:
         by_lag[row.lag if row.lag is not None else 0].append(row.dlogp)
     for lag, parts in sorted(by_lag.items()):
         d = np.concatenate(parts)
         finite = d[np.isfinite(d)]
-        evidence = {"tokens": len(d), "samples": len(parts)}
+        evidence: dict[str, Any] = {"tokens": len(d), "samples": len(parts)}
         if finite.size:
-            evidence |= {"abs_dlogp_mean": float(np.abs(finite).mean())}
+            evidence["abs_dlogp_mean"] = float(np.abs(finite).mean())
         yield Finding("off_policy.lag", {"lag": lag, "count": len(d)}, evidence)
 
 

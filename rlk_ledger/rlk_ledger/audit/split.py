@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
 
 from rlk_ledger.audit import dimensions, stats
 from rlk_ledger.audit.dimensions import Dimension
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import Tokens, View
+from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
@@ -36,6 +36,7 @@ _SCALE_FLOOR = 0.05
 _LOW = -3.0
 STATISTICS = ("typical", "tail")
 _ALIAS_OVERLAP = 0.9
+_NEARLY = 0.75
 
 
 @dataclass(slots=True)
@@ -170,24 +171,29 @@ class _Splitter:
     def rows(self, test: Test) -> Bool:
         """The compared tokens (bool[n]) of a test's level."""
         codes = test.dimension.codes
-        return codes == test.level if test.dimension.within else (codes == test.level)[self.view.tokens.sample]
+        rows = codes == test.level if test.dimension.within else (codes == test.level)[self.view.tokens.sample]
+        return np.asarray(rows, np.bool_)
 
     def report(self, tests: list[Test]) -> Iterable[Finding]:
-        """One finding a cause: same rows are aliases, what a stronger finding explains is dropped."""
-        significant = [t for t in tests if t.adjusted < P_ADJUSTED and t.ratio >= RATIO]
-        significant.sort(key=lambda t: (_priority(t.dimension.name), -t.effect))
+        """One finding a cause: same rows are aliases, what is gone without the named rows is `also_explains`.
+
+        Among tests nearly as strong as the strongest, a derived (causal) name is preferred.
+        """
+        remaining = [t for t in tests if t.adjusted < P_ADJUSTED and t.ratio >= RATIO]
         keep = np.ones(len(self.view.tokens), np.bool_)
-        remaining = sorted(significant, key=lambda t: -t.effect)
         while remaining:
-            strongest = remaining[0]
-            rows = self.rows(strongest)
-            same = [t for t in remaining if _overlap(rows, self.rows(t)) >= _ALIAS_OVERLAP]
-            named = min(same, key=lambda t: (_priority(t.dimension.name), -t.effect))
-            aliases = sorted({t.dimension.name for t in same} - {named.dimension.name})
-            yield self.finding(named, aliases, len(tests))
+            strongest = max(t.effect for t in remaining)
+            head = min(
+                remaining, key=lambda t: (t.effect < _NEARLY * strongest, _priority(t.dimension.name), -t.effect)
+            )
+            rows = self.rows(head)
+            same = {id(t) for t in remaining if _overlap(rows, self.rows(t)) >= _ALIAS_OVERLAP}
+            aliases = {t.dimension.name for t in remaining if id(t) in same} - {head.dimension.name}
             keep &= ~rows
-            taken = {id(t) for t in same}
-            remaining = [t for t in remaining if id(t) not in taken and self.holds(t, keep, len(tests))]
+            left = [t for t in remaining if id(t) not in same and self.holds(t, keep, len(tests))]
+            explained = {t.dimension.name for t in remaining} - {t.dimension.name for t in left} - aliases
+            yield self.finding(head, sorted(aliases), sorted(explained - {head.dimension.name}), len(tests))
+            remaining = left
 
     def holds(self, test: Test, keep: Bool, tried: int) -> bool:
         """Whether a test stays significant without the tokens already explained."""
@@ -198,7 +204,7 @@ class _Splitter:
             again = self.test_between(test.dimension, test.level, test.statistic, value, usable)
         return bool(again) and again[0].p * tried < P_ADJUSTED and again[0].ratio >= RATIO
 
-    def finding(self, test: Test, aliases: list[str], tried: int) -> Finding:
+    def finding(self, test: Test, aliases: list[str], explained: list[str], tried: int) -> Finding:
         tokens, rows = self.view.tokens, self.rows(test)
         size = np.abs(tokens.d)
         worst = int(np.flatnonzero(rows)[np.argmax(size[rows])])
@@ -209,6 +215,7 @@ class _Splitter:
             "ratio": test.ratio,
             "p_adjusted": test.adjusted,
             "tests_tried": tried,
+            "also_explains": explained,
             "samples_in_level": test.samples,
             "tokens_in_level": int(np.count_nonzero(rows)),
             "abs_dlogp_mean_in_level": float(size[rows].mean()),

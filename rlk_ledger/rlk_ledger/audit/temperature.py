@@ -80,7 +80,7 @@ def _sums(view: View) -> Float64:
     r, t = view.tokens.r, view.tokens.t
     columns = (np.ones(len(r)), r, t, r * r, t * t, r * t)
     sums = np.stack([np.bincount(owner, weights=c, minlength=len(groups)) for c in columns], axis=1)
-    return sums[sums[:, 0] > 0]
+    return np.asarray(sums[sums[:, 0] > 0], np.float64)
 
 
 def _fit(sums: Float64) -> tuple[Float64, Float64, Float64]:

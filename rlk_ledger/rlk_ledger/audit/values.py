@@ -1,39 +1,45 @@
 """Are the recorded numbers measurements? (values.nan, inf, sentinel, defaulted, copied, missing, impossible)
 
-`impossible` values are counted always and raised only when rounding cannot explain them: low-precision arithmetic
-puts a log-probability of a nearly certain token a little above zero as often as below.
+Every class is counted; two are raised only when the run's own noise cannot explain them. Low-precision arithmetic puts
+the log-probability of a nearly certain token a little above zero as often as below (`impossible`), or exactly at zero
+where the other side says -0.02 (`defaulted`).
 """
 
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-from rlk_ledger_schemas.tolerances import tolerance
 
 from rlk_ledger import classes
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
 from rlk_ledger.pairs import SIDES
 from rlk_ledger.series import Series
+from rlk_ledger_schemas.metrics import DEFAULTED_OTHER_BELOW
+from rlk_ledger_schemas.tolerances import tolerance
 
 _RAISED = {
     "values.nan": (classes.NAN,),
     "values.inf": (classes.POS_INF, classes.NEG_INF),
     "values.sentinel": (classes.SENTINEL,),
-    "values.defaulted": (classes.DEFAULTED,),
     "values.missing": (classes.MISSING,),
 }
+_NOISE_QUANTILE = 0.999
+_NOISE_MARGIN = 2.0
+_MANY = 5
 _IMPOSSIBLE_SHARE = 0.05
 """Above this share of active tokens no rounding explains values above zero: they are not log-probabilities."""
 
 
 def detect(view: View) -> Iterable[Finding]:
     """The census of value classes over active tokens of every sample, per side."""
+    noise = np.sort(np.abs(view.tokens.d)) if len(view.tokens) else np.zeros(1)
     for source in SIDES:
         census = _Census(view, source)
         for finding_id, codes in _RAISED.items():
             yield from census.raised(finding_id, codes)
-        yield from census.impossible(view)
+        yield from census.impossible(float(noise[-1]))
+        yield from census.defaulted(noise)
     yield from _copied(view)
 
 
@@ -44,18 +50,21 @@ class _Census:
         self.source = source
         self.ids: list[str] = []
         values: list[npt.NDArray[np.float32]] = []
+        others: list[npt.NDArray[np.float32]] = []
         codes: list[npt.NDArray[np.uint8]] = []
         owner: list[npt.NDArray[np.int64]] = []
         at: list[npt.NDArray[np.int64]] = []
-        for sample_id, active, value, code in _sides(view, source):
+        for sample_id, active, value, other, code in _sides(view, source):
             where = np.flatnonzero(active)
             values.append(value[where])
+            others.append(other[where])
             codes.append(code[where])
             owner.append(np.full(len(where), len(self.ids), np.int64))
             at.append(where)
             self.ids.append(sample_id)
         empty = np.empty(0, np.int64)
         self.values = np.concatenate(values) if values else empty.astype(np.float32)
+        self.others = np.concatenate(others) if others else empty.astype(np.float32)
         self.codes = np.concatenate(codes) if codes else empty.astype(np.uint8)
         self.owner = np.concatenate(owner) if owner else empty
         self.position = np.concatenate(at) if at else empty
@@ -83,27 +92,36 @@ class _Census:
         }
         return Finding(finding_id, where, evidence)
 
-    def impossible(self, view: View) -> Iterable[Finding]:
+    def impossible(self, reach: float) -> Iterable[Finding]:
+        """Values above zero by more than rounding or the run's largest drift reaches, or too many of them."""
         hits = np.flatnonzero(self.codes == classes.IMPOSSIBLE)
-        if not hits.size:
-            return
-        height = tolerance("logprob", "bfloat16").atol
-        if len(view.tokens):
-            height = max(height, float(np.quantile(np.abs(view.tokens.d), 0.999)))
+        height = max(tolerance("logprob", "bfloat16").atol, reach)
         beyond = hits[self.values[hits] > height]
         if hits.size > _IMPOSSIBLE_SHARE * len(self.codes):
             beyond = hits
         if beyond.size:
             yield self.finding("values.impossible", beyond)
 
+    def defaulted(self, noise: npt.NDArray[np.float64]) -> Iterable[Finding]:
+        """Exact constants: ones, zeros farther off than any drift of the run (`noise`: sorted |d|), or many."""
+        hits = np.flatnonzero(self.codes == classes.DEFAULTED)
+        gap = -self.others[hits]
+        usual = max(-DEFAULTED_OTHER_BELOW, _NOISE_MARGIN * float(np.quantile(noise, _NOISE_QUANTILE)))
+        many = np.count_nonzero(gap > usual) >= _MANY
+        if many or ((self.values[hits] > 0) | (gap > max(usual, float(noise[-1])))).any():
+            yield self.finding("values.defaulted", hits)
 
-def _sides(
-    view: View, source: str
-) -> Iterable[tuple[str, npt.NDArray[np.bool_], npt.NDArray[np.float32], npt.NDArray[np.uint8]]]:
-    """(sample id, active, values, classes) of one side: paired samples as classed, others by their own bits."""
+
+_Floats = npt.NDArray[np.float32]
+_Side = tuple[str, npt.NDArray[np.bool_], _Floats, _Floats, npt.NDArray[np.uint8]]
+
+
+def _sides(view: View, source: str) -> Iterable[_Side]:
+    """(sample id, active, values, the other side's values, classes) of one side: paired samples as classed, others by their own bits."""
     paired = {p.sample.key for p in view.pairs}
     for p in view.pairs:
-        yield p.sample.sample_id, p.active, getattr(p, source), getattr(p, f"{source}_class")
+        other = p.training if source == "rollout" else p.rollout
+        yield p.sample.sample_id, p.active, getattr(p, source), other, getattr(p, f"{source}_class")
     for sample in view.pairing.samples:
         if sample.key in paired:
             continue
@@ -111,7 +129,8 @@ def _sides(
         if series is not None:
             codes = classes.own_classes(series.values, series.recorded)
             codes[~series.present] = classes.MISSING
-            yield sample.sample_id, sample.loss_mask.astype(np.bool_), series.values, codes
+            absent = np.full(len(sample), np.nan, np.float32)
+            yield sample.sample_id, sample.loss_mask.astype(np.bool_), series.values, absent, codes
 
 
 def _agreeing(series: list[Series]) -> Series | None:

@@ -6,10 +6,9 @@ replay to say.
 
 from collections.abc import Iterable
 
-from rlk_ledger_schemas.findings import Exit, Verdict, exit_code
-
 from rlk_ledger.audit import contracts
 from rlk_ledger.audit.finding import Finding
+from rlk_ledger_schemas.findings import Exit, Verdict, exit_code
 
 _NOT_COMPARABLE = frozenset({"tokens.differ", "mask.differs", "alignment.shift", "samples.ambiguous"})
 

@@ -135,9 +135,8 @@ def _never_loaded(view: View, published: dict[str, Fact], loads: dict[str, list[
         loaded = {fact.fields["weight_version"] for fact in facts}
         first = min((order[v] for v in loaded if v in order), default=None)
         claimed = {v for s in view.pairing.samples if s.engine == engine for v, a, b in s.weight_spans if b > a}
-        missing = sorted(
-            (v for v in claimed - loaded if v in order and first is not None and order[v] > first), key=order.get
-        )  # type: ignore[arg-type]
+        unseen = [v for v in claimed - loaded if v in order and first is not None and order[v] > first]
+        missing = sorted(unseen, key=lambda v: order[v])
         if missing:
             yield Finding(
                 "evidence.incomplete",
