@@ -125,9 +125,7 @@ def test_swiglu(n: int, w: int, dtype: str, seed: int) -> None:
 
 def test_swiglu_keeps_its_limits() -> None:
     gate = torch.tensor([-1e4, -100.0, 100.0, 1e4])
-    assert swiglu(gate, torch.ones(4), SwigluContract()).tolist() == [0.0, -0.0, 100.0, 1e4] or bool(
-        torch.allclose(swiglu(gate, torch.ones(4), SwigluContract()), torch.tensor([0.0, 0.0, 100.0, 1e4]))
-    )
+    assert swiglu(gate, torch.ones(4), SwigluContract()).tolist() == [0.0, 0.0, 100.0, 1e4]
 
 
 @few
