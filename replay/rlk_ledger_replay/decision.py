@@ -90,7 +90,8 @@ def decide(shares: Shares, floors: Floors, arms: ArmCounts | None = None, *, det
     """
     if shares.far is None or shares.rollout is None or shares.training is None:
         return zero_drift(1.0, determinism)
-    if shares.far.low > FAR_RATIO and not _explained(floors):
+    measured = floors.multiple_rollout is not None and floors.multiple_training is not None
+    if shares.far.low > FAR_RATIO and measured and not _explained(floors):
         return Decision(
             "reference_disagrees_with_both",
             "inconclusive",
@@ -98,11 +99,7 @@ def decide(shares: Shares, floors: Floors, arms: ArmCounts | None = None, *, det
             f"the reference may score another model.",
         )
     if floors.multiple_drift is None or floors.multiple_rollout is None or floors.multiple_training is None:
-        return Decision(
-            "insufficient_evidence",
-            "inconclusive",
-            f"The noise floor of {_unmeasured(floors)} could not be measured, and without a floor nothing passes.",
-        )
+        return Decision("insufficient_evidence", "inconclusive", _floorless(shares.far, floors))
     rollout = _Standing("rollout", shares.rollout, floors.multiple_rollout)
     training = _Standing("training", shares.training, floors.multiple_training)
     if floors.multiple_drift.high <= FLOOR_MULTIPLE:
@@ -189,9 +186,13 @@ def _multiples(rollout: _Standing, training: _Standing) -> str:
     return f"rollout at {_times(rollout.multiple)} and training at {_times(training.multiple)} its own"
 
 
-def _unmeasured(floors: Floors) -> str:
+def _floorless(far: Interval, floors: Floors) -> str:
     missing = [name for name, one in (("rollout", floors.rollout), ("training", floors.training)) if one is None]
-    return f"the {' and the '.join(missing)} side"
+    sides = f"the {' and the '.join(missing)} side"
+    reason = f"The noise floor of {sides} could not be measured, and without a floor nothing passes."
+    if far.low > FAR_RATIO:
+        reason += f" Both sides are at least {_times(far)} as far from the reference as from each other."
+    return reason
 
 
 def _times(interval: Interval) -> str:

@@ -19,12 +19,16 @@ from rlk_ledger_replay.preparation import Prepared
 from rlk_ledger_replay.scores import Scores, Tokens
 from rlk_ledger_replay.semantics import SIDES, Side
 from rlk_ledger_replay.shares import Shares, moments, shares
+from rlk_ledger_schemas.findings import FINDINGS
 from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a replay found. Shares, floors, noise and links are empty where the reference did not score."""
+    """What a replay found. Shares, floors, noise and links are empty where the reference did not score.
+
+    failed: the error that stopped the scoring, where one did.
+    """
 
     decision: Decision
     arms: tuple[Arm, ...]
@@ -35,6 +39,7 @@ class Judgement:
     noise: Mapping[Side, Mapping[str, float]] = field(default_factory=dict)
     links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     residual: Decision | None = None
+    failed: str | None = None
 
 
 def judge(
@@ -87,10 +92,10 @@ def judge(
     )
 
 
-def unscored(prepared: Prepared, reason: str, *, requested: bool = False) -> Judgement:
+def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed: bool = False) -> Judgement:
     """The judgement when the reference did not score: only the recorded values can be compared.
 
-    requested: the user asked for the recorded values alone, so nothing failed.
+    requested: the user asked for the recorded values alone. failed: scoring began and `reason` is the error.
     """
     decision = Decision("insufficient_evidence", "inconclusive", f"The reference did not score: {reason}.")
     arms = []
@@ -98,8 +103,8 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False) -> Jud
         empty = np.full(len(prepared.tokens), np.nan, dtype=np.float32)
         arms = score_arms(prepared.tokens, References(empty, empty, empty), ("both_native",))
     finding_id = "evidence.incomplete" if requested else "replay.failed"
-    finding = Finding(finding_id, {"arms": list(ARMS[1:])}, {"reason": reason})
-    return Judgement(decision, tuple(arms), prepared.gates, (finding,))
+    finding = Finding(finding_id, {"arms": list(ARMS[1:])}, {"reason": reason}, decision.reason)
+    return Judgement(decision, tuple(arms), prepared.gates, (finding,), failed=reason if failed else None)
 
 
 def _noise(scores: Scores, side: Side, reference: References) -> Floats | None:
@@ -166,7 +171,8 @@ def _findings(
     if decision.decision == "insufficient_evidence" or (
         decision.decision == "drift_zero" and decision.verdict == "inconclusive"
     ):
-        out.append(Finding("evidence.incomplete", {"subject": "replay"}, numbers, decision.reason))
+        step = FINDINGS["drift.zero"].next_step if decision.decision == "drift_zero" else decision.reason
+        out.append(Finding("evidence.incomplete", {"subject": "replay"}, numbers, step))
     out += [finding for gate in checks for finding in _of_gate(gate)]
     out += _clipped(measured, noise)
     return out
@@ -184,7 +190,7 @@ def _of_gate(gate: Gate) -> list[Finding]:
         return [Finding("variant.did_not_apply", {"gate": gate.gate}, body)]
     if kind == "alignment":
         return [Finding("alignment.shift", {"side": gate.evidence["side"], "lag": gate.evidence["lag"]}, body)]
-    return [Finding("evidence.incomplete", {"gate": gate.gate}, body)]
+    return [Finding("evidence.incomplete", {"gate": gate.gate}, body, _sentence(gate.reason))]
 
 
 def _clipped(measured: Floors, noise: Mapping[Side, Floats | None]) -> list[Finding]:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlk_ledger.audit.finding import plain
-from rlk_ledger_replay.arms import ARMS, Arm
+from rlk_ledger.classes import FINITE, MISSING
+from rlk_ledger_replay.arms import Arm
 from rlk_ledger_replay.decision import FAR_RATIO, FLOOR_MULTIPLE, SHARE_BOTH, SHARE_ONE
 from rlk_ledger_replay.floor import CLIP_HIGH, CLIP_LOW
 from rlk_ledger_replay.numerics import Numerics
@@ -58,7 +59,7 @@ def _planned(result: ReplayResult) -> dict[str, Any]:
     gates = [g for g in result.judgement.gates if g.gate.startswith("weights.digest.")]
     return {
         "replay_id": result.replay_id,
-        "arms": list(ARMS),
+        "arms": list(result.arms),
         "samples": len(result.prepared.selection.pairs),
         "selection": result.prepared.selection.as_dict(),
         "scorer": {"name": "reference", "schedules": result.request.schedules, "threads": result.request.threads},
@@ -71,13 +72,14 @@ def _cases(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
     scored = {arm.arm: arm for arm in result.judgement.arms}
     selection = result.prepared.selection
     counts = result.counts()
-    for name in ARMS:
+    failed = result.judgement.failed
+    for name in result.arms:
         request = {"arm": name, "run_id": result.run_id, "samples": selection.as_dict()["sample_ids"]}
         case_id = sha256(canonical_json({**request, "tolerance": tolerances.FINGERPRINT}))
         arm = scored.get(name)
-        status = "completed" if arm is not None else "not_measured"
+        status = "completed" if arm is not None else "not_measured" if failed is None else "error"
         base = {"replay_id": result.replay_id, "case_id": case_id, "arm": name}
-        reason = None if arm is not None else result.decision.reason
+        reason = None if arm is not None else failed or result.decision.reason
         yield "case.attempted", {**base, "status": status, "request": request, "reason": reason}
         if arm is not None:
             yield "arm.scored", {**base, **_arm(arm), "groups": counts["groups"]}
@@ -120,7 +122,7 @@ def _scores(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
                 {
                     **fields,
                     "values": values,
-                    "value_class": np.where(np.isnan(values), 5, 0).astype(np.uint8),
+                    "value_class": np.where(np.isnan(values), MISSING, FINITE).astype(np.uint8),
                     "dtype": "float32",
                     "pass_id": result.replay_id,
                     "step": sample.step,

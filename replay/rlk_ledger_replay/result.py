@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlk_ledger.audit.finding import AuditResult, Finding, plain
+from rlk_ledger_replay.arms import ArmName
 from rlk_ledger_replay.decision import Decision, Verdict
 from rlk_ledger_replay.judgement import Judgement, evidence
 from rlk_ledger_replay.preparation import Prepared, Request
@@ -15,7 +16,11 @@ from rlk_ledger_schemas import tolerances
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """One replay of one run. `scores` is None where the reference did not score; `seconds` is wall time."""
+    """One replay of one run.
+
+    `scores` is None where the reference did not score, `arms` are those asked for, `seconds` is wall time,
+    `not_recorded` says why the ledger does not hold the result, where it does not.
+    """
 
     run_id: str
     replay_id: str
@@ -27,7 +32,9 @@ class ReplayResult:
     prepared: Prepared
     request: Request
     scores: Scores | None
+    arms: tuple[ArmName, ...]
     seconds: float
+    not_recorded: str | None = None
 
     @property
     def decision(self) -> Decision:
@@ -78,5 +85,6 @@ class ReplayResult:
             "tolerance_version": tolerances.VERSION,
             "tolerance_fingerprint": tolerances.FINGERPRINT,
             "seconds": round(self.seconds, 3),
+            "not_recorded": self.not_recorded,
         }
         return plain(document)  # type: ignore[no-any-return]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
-
-from rlk_ledger.verify import verify
 
 from rlk_ledger.audit import AuditResult, audit
 from rlk_ledger.audit.backends import determinism
@@ -16,7 +14,8 @@ from rlk_ledger.audit.view import make_view
 from rlk_ledger.history import History, load_history
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.pairs import PairedSample, Pairing, pair
-from rlk_ledger_kernels.errors import InvarianceError, KernelError
+from rlk_ledger.verify import verify
+from rlk_ledger_kernels.errors import KernelError
 from rlk_ledger_replay.arms import ARMS, ArmName
 from rlk_ledger_replay.checkpoint import CheckpointError
 from rlk_ledger_replay.judgement import Judgement, judge, unscored
@@ -26,7 +25,7 @@ from rlk_ledger_replay.result import ReplayResult
 from rlk_ledger_replay.scores import Scores, score, scorings
 from rlk_ledger_replay.semantics import SIDES
 from rlk_ledger_replay.verdict import combine
-from rlk_ledger_schemas.errors import LedgerError
+from rlk_ledger_schemas.errors import LedgerError, SpoolError, StoreError
 
 
 class Progress(Protocol):
@@ -76,7 +75,7 @@ def replay(
     progress.stage("audit")
     history = load_history(ledger, run_id)
     pairing = pair(history)
-    audited = audit(history)
+    audited = audit(history, pairing)
     progress.stage("prepare")
     prepared = prepare(ledger, history, pairing, _chosen(ledger, run_id, pairing, where), request)
     judgement, scores = _judge(prepared, history, pairing, request, tuple(arms), progress)
@@ -92,12 +91,23 @@ def replay(
         prepared=prepared,
         request=request,
         scores=scores,
+        arms=tuple(arms),
         seconds=time.monotonic() - started,
+        not_recorded=None if keep else "recording was switched off",
     )
     if keep:
         progress.stage("record")
-        with ledger.writer(run_id, role="replay") as writer:
+        result = _recorded(ledger, result)
+    return result
+
+
+def _recorded(ledger: Ledger, result: ReplayResult) -> ReplayResult:
+    """The result after it was recorded; a bucket that refuses costs the record, not the answer."""
+    try:
+        with ledger.writer(result.run_id, role="replay") as writer:
             record(result, writer)
+    except (StoreError, SpoolError) as error:
+        return replace(result, not_recorded=str(error))
     return result
 
 
@@ -140,8 +150,8 @@ def _judge(
         scores = score(
             pairs, prepared.tokens, prepared.passes, folders, threads=request.threads, advance=progress.advance
         )
-    except (KernelError, InvarianceError, CheckpointError, MemoryError) as error:
-        return unscored(prepared, f"{type(error).__name__}: {error}"), None
+    except (KernelError, CheckpointError, RuntimeError, MemoryError) as error:
+        return unscored(prepared, f"{type(error).__name__}: {error}", failed=True), None
     progress.stage("judge")
     proof = {history.role(one["writer"]) for one in determinism(make_view(history, pairing))}
     return judge(prepared, scores, pairing.versions, arms=arms, determinism=proof.issuperset(SIDES)), scores

@@ -1,4 +1,4 @@
-"""A recorded run made of the shipped model: two bf16 engines that differ in the order of their sums, and real faults."""
+"""A recorded run made of the shipped model: two bf16 engines that differ in the order of their sums, and faults."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 import rlk_ledger_replay
 from rlk_ledger.build import build, event
 from rlk_ledger.ledger import Ledger
+from rlk_ledger_kernels.contracts import DType
+from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_replay.decoder import Decoder
 from rlk_ledger_replay.numerics import Numerics
@@ -45,10 +48,10 @@ class Recipe:
     computes_version: dict[str, dict[str, str]] = field(default_factory=lambda: {"rollout": {}, "training": {}})
     shift: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "training": 0})
     attention: dict[str, Any] | None = field(default_factory=lambda: {"mode": "causal", "output_dtype": "bfloat16"})
-    compute: dict[str, str] = field(default_factory=lambda: {"rollout": "bfloat16", "training": "bfloat16"})
+    compute: dict[str, DType] = field(default_factory=lambda: {"rollout": "bfloat16", "training": "bfloat16"})
     copy: bool = False
     publish_digest: str | None = None
-    weight_noise: float = 0.03
+    contract: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="session")
@@ -70,14 +73,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, weights: Path) -> Iterator[Callable[[Recipe], Ledger]]:
-    """Builds a ledger that holds the run of a recipe."""
+def make_run(tmp_path: Path, weights: Path) -> Callable[..., Ledger]:
+    """Builds a ledger that holds a run: the clean recipe with some fields changed."""
 
-    def make(recipe: Recipe) -> Ledger:
-        root = tmp_path / "ledger"
-        return build(str(root), RUN, list(_records(recipe, weights)), roles={"rollout": 1, "training": 1})
+    def make(**changes: Any) -> Ledger:
+        records = list(_records(replace(Recipe(), **changes), weights))
+        return build(str(tmp_path / "ledger"), RUN, records, roles={"rollout": 1, "training": 1})
 
-    yield make
+    return make
 
 
 def texts(count: int) -> list[tuple[list[int], list[int]]]:
@@ -87,21 +90,22 @@ def texts(count: int) -> list[tuple[list[int], list[int]]]:
     return [([256, *prose[31 * i : 31 * i + 24]], list(prose[31 * i + 24 : 31 * i + 72])) for i in range(count)]
 
 
-def _scores(recipe: Recipe, side: str, weights: Path) -> dict[str, list[np.ndarray]]:
+def _scores(recipe: Recipe, side: str, weights: Path) -> dict[str, tuple[np.ndarray, ...]]:
     """What one engine computes for every text, by the version it claims."""
-    cut = [(prompt + response, len(prompt)) for prompt, response in texts(recipe.groups * recipe.group_size)]
-    numerics = Numerics(
-        compute=recipe.compute[side],  # type: ignore[arg-type]
-        lm_head="float32",
-        temperature=recipe.temperature[side],
-        schedule=ENGINES[side],
-    )
-    out = {}
-    for version in VERSIONS:
-        folder = weights / recipe.computes_version[side].get(version, version)
-        decoder = Decoder.load(folder, numerics)
-        out[version] = [values.numpy() for values in decoder.prefill_logprobs_batch(cut)]
-    return out
+    count = recipe.groups * recipe.group_size
+    used = {version: weights / recipe.computes_version[side].get(version, version) for version in VERSIONS}
+    return {
+        version: _computed(folder, side, recipe.compute[side], recipe.temperature[side], count)
+        for version, folder in used.items()
+    }
+
+
+@cache
+def _computed(folder: Path, side: str, compute: DType, temperature: float, count: int) -> tuple[np.ndarray, ...]:
+    cut = [(prompt + response, len(prompt)) for prompt, response in texts(count)]
+    numerics = Numerics(compute=compute, lm_head="float32", temperature=temperature, schedule=ENGINES[side])
+    with using_threads(1):
+        return tuple(values.numpy() for values in Decoder.load(folder, numerics).prefill_logprobs_batch(cut))
 
 
 def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
@@ -113,7 +117,9 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
 
     bodies = {}
     for side in ("rollout", "training"):
-        yield say(side, "writer.opened", role=side, rank=0, world_size=1, engine={"name": side, "instance": f"{side}-0"})
+        yield say(
+            side, "writer.opened", role=side, rank=0, world_size=1, engine={"name": side, "instance": f"{side}-0"}
+        )
         if recipe.attention is not None:
             body = dict(recipe.attention, output_dtype=recipe.compute[side])
             yield say(side, "contract.declared", kind="attention", version="1", body=body)
@@ -127,6 +133,7 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
             "logits_dtype": "float32",
             "alignment": "token_i_given_before_i",
             "execution_path": "decode" if side == "rollout" else "full_prefill",
+            **recipe.contract,
         }
         yield say(side, "contract.declared", kind="logprob", version="1", body=bodies[side])
     for step, version in enumerate(VERSIONS):
@@ -139,11 +146,12 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
     if recipe.copy:
         values["training"] = values["rollout"]
     for index, (prompt, response) in enumerate(texts(recipe.groups * recipe.group_size)):
-        version = VERSIONS[index % len(VERSIONS)]
+        step = index // recipe.group_size % len(VERSIONS)
+        version = VERSIONS[step]
         n = len(response)
         mask = [1] * n
         digests = {"token_digest": token_digest(response), "mask_digest": mask_digest(mask)}
-        base = {"sample_id": f"s{index}", "step": index % len(VERSIONS)}
+        base = {"sample_id": f"s{index}", "step": step}
         yield say(
             "rollout",
             "rollout.sample",
@@ -160,10 +168,11 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
         for side in ("rollout", "training"):
             scored = np.roll(values[side][version][index], -recipe.shift[side])
             named = contract_id("logprob", "1", bodies[side])
-            told = {"source": side, "values": scored, "contract_id": named, "weight_version": version, "dtype": "float32"}
+            told = {
+                "source": side,
+                "values": scored,
+                "contract_id": named,
+                "weight_version": version,
+                "dtype": "float32",
+            }
             yield say(side, "logprobs", **base, **told, pass_id=side, **digests)
-
-
-def recipe_with(**changes: Any) -> Recipe:
-    """The clean recipe with some fields changed."""
-    return replace(Recipe(), **changes)

@@ -34,7 +34,7 @@ NO_FLOOR = Floors(exactly(0.03), None, None, exactly(1.0), None, None)
     [
         (seen(far=3.0), floored(drift=0.5, rollout=9.0, training=9.0), "reference_disagrees_with_both", "inconclusive"),
         (seen(far=3.0), floored(drift=0.5, training=9.0), "reference_disagrees_with_both", "inconclusive"),
-        (seen(far=3.0), NO_FLOOR, "reference_disagrees_with_both", "inconclusive"),
+        (seen(far=3.0), NO_FLOOR, "insufficient_evidence", "inconclusive"),
         (seen(far=4.0), floored(drift=0.2), "within_floor", "pass"),
         (seen(), floored(drift=1.2), "within_floor", "pass"),
         (seen(share_t=0.01), floored(drift=1.2), "within_floor", "pass"),

@@ -1,0 +1,107 @@
+"""`rlk-ledger replay`: re-score recorded samples and say which side drifted."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast, get_args
+
+import click
+
+from rlk_ledger_replay.arms import ARMS, ArmName
+from rlk_ledger_replay.selection import Method
+from rlk_ledger_schemas.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlk_ledger_replay.preparation import Request
+
+
+@click.command()
+@click.option("--run-id", required=True, help="The run to replay.")
+@click.option("--ledger", envvar="RLK_LEDGER", help="Path or URL of the ledger (or RLK_LEDGER).")
+@click.option("--where", help='SQL condition over the `samples` view, such as "step = 3".')
+@click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="How many samples to score.")
+@click.option(
+    "--select",
+    "method",
+    type=click.Choice(get_args(Method)),
+    default="stratified",
+    show_default=True,
+    help="How they are chosen: over steps and groups, the worst drift, or all that match.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of choice and intervals.")
+@click.option("--arms", default=",".join(ARMS), show_default=True, help="Arms to report, separated by commas.")
+@click.option(
+    "--weights",
+    metavar="TEMPLATE",
+    help="Where checkpoints are, with {version} in it; otherwise the recorded paths.",
+)
+@click.option(
+    "--schedules",
+    type=click.IntRange(min=4, max=10),
+    default=4,
+    show_default=True,
+    help="Placebo schedules a noise floor is measured with.",
+)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of the reference.")
+@click.option("--no-record", is_flag=True, help="Do not write the result into the ledger.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def replay(
+    run_id: str,
+    ledger: str | None,
+    where: str | None,
+    samples: int,
+    method: str,
+    seed: int,
+    arms: str,
+    weights: str | None,
+    schedules: int,
+    threads: int,
+    no_record: bool,
+    as_json: bool,
+) -> None:
+    """Re-score recorded samples with the deterministic reference and name the side that drifted.
+
+    Exit codes: 0 nothing wrong, 1 something is wrong (an error finding), 3 something could not be known, 2 usage.
+    """
+    from rlk_ledger.ledger import open_ledger
+    from rlk_ledger_replay import screen
+    from rlk_ledger_replay.run import replay as run_replay
+
+    if not ledger:
+        raise UsageError("no ledger given; pass --ledger or set RLK_LEDGER.")
+    opened = open_ledger(ledger)
+    request = _request(samples, seed, method, weights, schedules, threads)
+    bar: screen.Bar | None = None if as_json else screen.Bar()
+    with bar or nullcontext():
+        result = run_replay(
+            opened,
+            run_id,
+            where=where,
+            request=request,
+            arms=parse_arms(arms),
+            progress=bar,
+            keep=not no_record,
+        )
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        screen.show(result, ledger)
+    raise SystemExit(result.exit_code)
+
+
+def parse_arms(text: str) -> tuple[ArmName, ...]:
+    """The arms named in a comma-separated list; raises UsageError that lists the known ones."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names:
+        raise UsageError(
+            f"--arms {text!r}: {', '.join(unknown) or 'nothing'} is no arm; choose from {', '.join(ARMS)}."
+        )
+    return tuple(name for name in ARMS if name in names)
+
+
+def _request(samples: int, seed: int, method: str, weights: str | None, schedules: int, threads: int) -> Request:
+    from rlk_ledger_replay.preparation import Request
+
+    return Request(samples, seed, cast(Method, method), weights, schedules, threads)
