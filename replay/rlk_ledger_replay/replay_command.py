@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast, get_args
 
 import click
 
+from rlk_ledger import terminal
 from rlk_ledger_replay.arms import ARMS, ArmName
 from rlk_ledger_replay.selection import Method
 from rlk_ledger_schemas.errors import UsageError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--run-id", required=True, help="The run to replay.")
-@click.option("--ledger", envvar="RLK_LEDGER", help="Path or URL of the ledger (or RLK_LEDGER).")
+@terminal.ledger_option
 @click.option("--where", help='SQL condition over the `samples` view, such as "step = 3".')
 @click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="How many samples to score.")
 @click.option(
@@ -45,10 +45,12 @@ if TYPE_CHECKING:
 )
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of the reference.")
 @click.option("--no-record", is_flag=True, help="Do not write the result into the ledger.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@terminal.output_options
+@click.pass_context
 def replay(
+    ctx: click.Context,
     run_id: str,
-    ledger: str | None,
+    url: str | None,
     where: str | None,
     samples: int,
     method: str,
@@ -64,30 +66,20 @@ def replay(
 
     Exit codes: 0 nothing wrong, 1 something is wrong (an error finding), 3 something could not be known, 2 usage.
     """
-    from rlk_ledger.ledger import open_ledger
     from rlk_ledger_replay import screen
     from rlk_ledger_replay.run import replay as run_replay
 
-    if not ledger:
-        raise UsageError("no ledger given; pass --ledger or set RLK_LEDGER.")
-    opened = open_ledger(ledger)
+    wanted = parse_arms(arms)
+    ledger = terminal.open_url(url)
     request = _request(samples, seed, method, weights, schedules, threads)
-    bar: screen.Bar | None = None if as_json else screen.Bar()
+    bar = None if as_json else screen.Bar()
     with bar or nullcontext():
-        result = run_replay(
-            opened,
-            run_id,
-            where=where,
-            request=request,
-            arms=parse_arms(arms),
-            progress=bar,
-            keep=not no_record,
-        )
+        result = run_replay(ledger, run_id, where=where, request=request, arms=wanted, progress=bar, keep=not no_record)
     if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2))
+        terminal.echo_json(result.to_dict())
     else:
-        screen.show(result, ledger)
-    raise SystemExit(result.exit_code)
+        screen.show(result, ledger.url, terminal.console())
+    ctx.exit(result.exit_code)
 
 
 def parse_arms(text: str) -> tuple[ArmName, ...]:

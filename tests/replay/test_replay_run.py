@@ -285,12 +285,11 @@ def test_the_screen_says_the_verdict_first_on_any_width_and_without_colour_codes
 
 def test_without_a_ledger_the_command_says_so() -> None:
     got = CliRunner(env={"RLK_LEDGER": ""}).invoke(command, ["--run-id", RUN])
-    assert isinstance(got.exception, UsageError)
-    assert "--ledger" in str(got.exception)
+    assert got.exit_code == 2
+    assert "--ledger" in got.output
 
 
-def test_an_unknown_arm_is_refused_with_the_known_ones(make_run: Make) -> None:
-    ledger = make_run()
-    got = CliRunner().invoke(command, ["--run-id", RUN, "--ledger", ledger.url, "--arms", "both_nativ"])
+def test_an_unknown_arm_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    got = CliRunner().invoke(command, ["--run-id", RUN, "--ledger", str(tmp_path), "--arms", "both_nativ"])
     assert isinstance(got.exception, UsageError)
     assert "both_native" in str(got.exception)
