@@ -4,7 +4,7 @@ Each audit or replay is a writer of its own, so an answer is everything one such
 audit is run on the spot: it needs the record alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,22 @@ class Interval:
 
     @property
     def text(self) -> str:
-        """`0.85 [0.76, 1.42]`."""
+        """`0.0502 [0.0451, 0.0561]`."""
         return interval_text({"value": self.value, "low": self.low, "high": self.high})
+
+    @property
+    def times(self) -> str:
+        """A multiple: `0.85 [0.76, 1.42]`."""
+        return self._with(lambda value: f"{value:.2f}")
+
+    @property
+    def share(self) -> str:
+        """A share: `49% [41%, 57%]`."""
+        return self._with(lambda value: f"{value:.0%}")
+
+    def _with(self, form: Callable[[float], str]) -> str:
+        low, high = ("not bounded" if bound is None else form(bound) for bound in (self.low, self.high))
+        return f"{form(self.value)} [{low}, {high}]"
 
 
 @dataclass
@@ -72,9 +86,10 @@ class Answer:
     def interval(self, name: str) -> Interval | None:
         """The interval the verdict's evidence holds under `name`; None where it was not measured."""
         value = self.evidence.get(name)
-        if not is_interval(value) or not isinstance(value["value"], int | float):
+        middle = _float(value["value"]) if isinstance(value, dict) and is_interval(value) else None
+        if middle is None or value is None:
             return None
-        return Interval(float(value["value"]), _float(value["low"]), _float(value["high"]))
+        return Interval(middle, _float(value["low"]), _float(value["high"]))
 
     def count(self, name: str) -> int | None:
         """One of the counts the verdict rests on: tokens, samples, groups, available."""
@@ -154,12 +169,8 @@ def chosen(answers: list[Answer]) -> Answer | None:
     """The answer a report leads with: the newest replay that reached a verdict, else the newest audit that did."""
     judged = [answer for answer in answers if answer.verdict is not None]
     replays = [answer for answer in judged if answer.kind == "replay"]
-    return (replays or judged or [None])[-1]
-
-
-def added_later(lead: Answer, answers: list[Answer]) -> Iterator[Answer]:
-    """Answers newer than the one a report leads with, whose errors and gaps stand beside its own."""
-    yield from (answer for answer in answers if answer is not lead and answer.wall_ns > lead.wall_ns)
+    best = replays or judged
+    return best[-1] if best else None
 
 
 def query_of(finding_id: str, run_id: str) -> str:

@@ -92,7 +92,7 @@ def moment(wall_us: int) -> str:
     if wall_us <= 0:
         return ""
     try:
-        when = datetime.datetime.fromtimestamp(wall_us // 1_000_000, datetime.timezone.utc)
+        when = datetime.datetime.fromtimestamp(wall_us // 1_000_000, datetime.UTC)
     except (OverflowError, ValueError, OSError):
         return ""
     return when.strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -177,7 +177,11 @@ def _missing(pairing: Pairing) -> list[Line]:
         for side, count in sorted(lost.items())
     ]
     counted: list[tuple[str, int, str]] = [
-        ("Off-policy tokens", sum(len(o.positions) for o in pairing.off_policy), "of another weight version, not drift"),
+        (
+            "Off-policy tokens",
+            sum(len(o.positions) for o in pairing.off_policy),
+            "of another weight version, not drift",
+        ),
         ("Later training passes", len(pairing.passes), "their own series, never pooled with the first"),
         ("Passes over other tokens or masks", len(pairing.disagreeing), "kept out: their digests do not agree"),
         ("Ambiguous sample ids", len(pairing.ambiguous), "one id, two token lists: left out"),

@@ -6,6 +6,7 @@ paired samples, one after the other.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from rlk_ledger.classes import FINITE
 from rlk_ledger.metrics import Drift, measure
 from rlk_ledger.pairs import PairedSample, Pairing
+from rlk_ledger_replay.report.tokens import is_bytes, token_text
 
 LEAST_REACH = 0.3
 """The histogram reaches at least this far (nats), so that the clip edges are always on it."""
@@ -65,6 +67,7 @@ class WorstToken:
     step: int | None
     position: int
     token_id: int | None
+    text: str
     rollout: float
     training: float
     dlogp: float
@@ -78,24 +81,24 @@ def columns(pairing: Pairing) -> Columns:
     """The tokens of every pair. `active` also asks that the token is paired: the rest is coverage, not drift."""
     pairs = pairing.pairs
     lengths = np.array([len(p.sample) for p in pairs], np.int64)
-
-    def join(parts: list[npt.NDArray[np.generic]], dtype: type) -> npt.NDArray[np.generic]:
-        return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
-
-    left = join([p.rollout_class for p in pairs], np.uint8)
-    right = join([p.training_class for p in pairs], np.uint8)
-    active = join([p.active & p.paired for p in pairs], np.bool_)
+    left = _joined([p.rollout_class for p in pairs], np.uint8)
+    right = _joined([p.training_class for p in pairs], np.uint8)
+    active = _joined([p.active & p.paired for p in pairs], np.bool_)
     steps = np.array([-1 if p.sample.step is None else p.sample.step for p in pairs], np.int64)
     return Columns(
-        rollout=join([p.rollout for p in pairs], np.float32),
-        training=join([p.training for p in pairs], np.float32),
+        rollout=_joined([p.rollout for p in pairs], np.float32),
+        training=_joined([p.training for p in pairs], np.float32),
         active=active,
         usable=active & (left == FINITE) & (right == FINITE),
         pair=np.repeat(np.arange(len(pairs)), lengths),
-        position=join([np.arange(n) for n in lengths], np.int64),
+        position=_joined([np.arange(n) for n in lengths], np.int64),
         step=np.repeat(steps, lengths),
         classes=(left, right),
     )
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
 
 
 def overall(found: Columns) -> Drift:
@@ -136,18 +139,21 @@ def worst_tokens(pairing: Pairing, found: Columns, count: int = WORST_TOKENS) ->
     d = found.dlogp
     order = np.argsort(-np.abs(d), kind="stable")[:count]
     return [
-        _place(pairing, pairing.pairs[found.pair[at[i]]], int(found.position[at[i]]), float(d[i])) for i in order.tolist()
+        _place(pairing, pairing.pairs[found.pair[at[i]]], int(found.position[at[i]]), float(d[i]))
+        for i in order.tolist()
     ]
 
 
 def _place(pairing: Pairing, pair: PairedSample, position: int, dlogp: float) -> WorstToken:
     sample, version, rank = pair.sample, int(pair.version[position]), int(pair.rank[position])
     tokens = sample.response_token_ids
+    token = int(tokens[position]) if position < len(tokens) else None
     return WorstToken(
         sample_id=sample.sample_id,
         step=sample.step,
         position=position,
-        token_id=int(tokens[position]) if position < len(tokens) else None,
+        token_id=token,
+        text=token_text(token, is_bytes(sample)),
         rollout=float(pair.rollout[position]),
         training=float(pair.training[position]),
         dlogp=dlogp,

@@ -11,8 +11,8 @@ from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.drift import Histogram, StepDrift
 from rlk_ledger_replay.report.provenance import Version
 from rlk_ledger_replay.report.strips import CLIP_HIGH, CLIP_LOW
-from rlk_ledger_replay.report.text import number, plural
 from rlk_ledger_replay.report.svg import element, text, tick_label, title
+from rlk_ledger_replay.report.text import number, plural
 
 SERIES = (("mean", "abs_dlogp_mean"), ("rms", "dlogp_rms"), ("p99", "abs_dlogp_p99"))
 """The lines of the step figure: style class and metric."""
@@ -37,6 +37,7 @@ class Measured:
 
     label: str
     interval: Interval
+    words: str
     style: str = ""
 
 
@@ -128,7 +129,9 @@ def _distribution(found: Histogram, floor: Interval | None, width: int) -> tuple
         left, right = x(max(-floor.value, -found.reach)), x(min(floor.value, found.reach))
         note = title(f"within one noise floor (RMS {floor.text} nats) of zero")
         parts.append(
-            element("rect", note, x=left, y=frame.top, width=right - left, height=frame.bottom - frame.top, class_="floor")
+            element(
+                "rect", note, x=left, y=frame.top, width=right - left, height=frame.bottom - frame.top, class_="floor"
+            )
         )
     parts += [_rule(frame, y(mark), tick_label(mark)) for mark in svg.decades(1, peak * 1.4)]
     size = 2 * found.reach / len(found.counts)
@@ -141,7 +144,9 @@ def _distribution(found: Histogram, floor: Interval | None, width: int) -> tuple
         text(x(mark), frame.bottom + 18, tick_label(mark), "tick", "middle")
         for mark in svg.ticks(-found.reach, found.reach, 8 if width > 500 else 4)
     ]
-    parts.append(text((frame.left + frame.right) / 2, frame.bottom + 36, "d = training - rollout (nats)", "axis", "middle"))
+    parts.append(
+        text((frame.left + frame.right) / 2, frame.bottom + 36, "d = training - rollout (nats)", "axis", "middle")
+    )
     return 276, "".join(parts)
 
 
@@ -209,9 +214,7 @@ def _intervals(
         parts.append(text(x(value), frame.top - 11, label, "tick", "middle"))
     for index, row in enumerate(rows):
         parts.append(_interval(row, x, frame, frame.top + gap * index + (gap / 2 if roomy else 34), roomy))
-    parts += [
-        text(x(mark), frame.bottom + 18, tick_label(mark), "tick", "middle") for mark in svg.ticks(low, high, 5)
-    ]
+    parts += [text(x(mark), frame.bottom + 18, tick_label(mark), "tick", "middle") for mark in svg.ticks(low, high, 5)]
     base = element("line", x1=frame.left, x2=frame.right, y1=frame.bottom, y2=frame.bottom, class_="rule")
     return int(frame.bottom + 26), base + "".join(parts)
 
@@ -220,7 +223,7 @@ def _interval(row: Measured, x: svg.Scale, frame: Frame, at: float, roomy: bool)
     found = row.interval
     start = frame.left if found.low is None else x(found.low)
     end = frame.right if found.high is None else x(found.high)
-    note = title(f"{row.label}: {found.text}, 95 % interval")
+    note = title(f"{row.label}: {row.words}, 95 % interval")
     bar = element("line", note, x1=start, x2=end, y1=at, y2=at, class_=f"interval {row.style}")
     caps = "".join(
         element("line", x1=e, x2=e, y1=at - 5, y2=at + 5, class_=f"cap {row.style}")
@@ -229,9 +232,11 @@ def _interval(row: Measured, x: svg.Scale, frame: Frame, at: float, roomy: bool)
     )
     dot = element("circle", note, cx=x(found.value), cy=at, r=5.0, class_=f"dot {row.style}")
     if roomy:
-        words = text(frame.left - 12, at + 4, row.label, "name", "end") + text(frame.right + 12, at + 4, found.text, "num")
+        words = text(frame.left - 12, at + 4, row.label, "name", "end") + text(
+            frame.right + 12, at + 4, row.words, "num"
+        )
     else:
-        words = text(frame.left, at - 14, row.label, "name") + text(frame.right, at - 14, found.text, "num", "end")
+        words = text(frame.left, at - 14, row.label, "name") + text(frame.right, at - 14, row.words, "num", "end")
     return bar + caps + dot + words
 
 

@@ -9,10 +9,12 @@ from rlk_ledger.history import History, load_history
 from rlk_ledger.metrics import Drift
 from rlk_ledger.pairs import Pairing, pair
 from rlk_ledger.verify import verify
-from rlk_ledger_replay.report import coverage, drift
+from rlk_ledger_replay.report import coverage as covered
+from rlk_ledger_replay.report import drift as drifted
 from rlk_ledger_replay.report.answers import Answer, audited_now, chosen, read_answers
 from rlk_ledger_replay.report.provenance import Provenance, provenance
 from rlk_ledger_replay.report.strips import Strip, strips
+from rlk_ledger_schemas.objects import Receipt
 
 if TYPE_CHECKING:
     from rlk_ledger.ledger import Ledger
@@ -39,15 +41,15 @@ class Report:
     lead: Answer
     answers: tuple[Answer, ...]
     drift: Drift
-    steps: tuple[drift.StepDrift, ...]
-    histogram: drift.Histogram | None
-    worst: tuple[drift.WorstToken, ...]
+    steps: tuple[drifted.StepDrift, ...]
+    histogram: drifted.Histogram | None
+    worst: tuple[drifted.WorstToken, ...]
     strips: tuple[Strip, ...]
     provenance: Provenance
-    coverage: tuple[coverage.Line, ...]
-    writers: tuple[coverage.Writer, ...]
-    gaps: tuple[coverage.Gap, ...]
-    segments: coverage.Segments
+    coverage: tuple[covered.Line, ...]
+    writers: tuple[covered.Writer, ...]
+    gaps: tuple[covered.Gap, ...]
+    segments: covered.Segments
     verified: Checked
 
     @property
@@ -62,15 +64,15 @@ def gather(ledger: "Ledger", run_id: str) -> Report:
     history = load_history(ledger, run_id)
     pairing = pair(history)
     answers = read_answers(ledger, run_id)
-    receipts = coverage.evidence_receipts(run.receipts)
+    receipts = covered.evidence_receipts(run.receipts)
     return _report(ledger, history, pairing, answers, receipts)
 
 
 def _report(
-    ledger: "Ledger", history: History, pairing: Pairing, answers: list[Answer], receipts: list[coverage.Receipt]
+    ledger: "Ledger", history: History, pairing: Pairing, answers: list[Answer], receipts: list[Receipt]
 ) -> Report:
-    found = drift.columns(pairing)
-    total = drift.overall(found)
+    found = drifted.columns(pairing)
+    total = drifted.overall(found)
     lead = chosen(answers) or audited_now(history)
     kept = {name for receipt in receipts for name in (w.writer_id for w in receipt.writers)}
     return Report(
@@ -80,15 +82,15 @@ def _report(
         lead=lead,
         answers=tuple(answers),
         drift=total,
-        steps=tuple(drift.by_step(found)),
-        histogram=drift.histogram(found),
-        worst=tuple(drift.worst_tokens(pairing, found)),
-        strips=tuple(strips(pairing)),
+        steps=tuple(drifted.by_step(found)),
+        histogram=drifted.histogram(found),
+        worst=tuple(drifted.worst_tokens(pairing, found)),
+        strips=tuple(strips(pairing, lead.writer_id)),
         provenance=provenance(history),
-        coverage=tuple(coverage.lines(history, pairing, total)),
-        writers=tuple(w for w in coverage.writers(history, receipts) if w.writer_id in kept),
-        gaps=tuple(coverage.gaps(history)),
-        segments=coverage.segments(receipts),
+        coverage=tuple(covered.lines(history, pairing, total)),
+        writers=tuple(w for w in covered.writers(history, receipts) if w.writer_id in kept),
+        gaps=tuple(covered.gaps(history)),
+        segments=covered.segments(receipts),
         verified=_verified(ledger, history.run_id),
     )
 
@@ -110,11 +112,10 @@ def public_url(url: str) -> str:
 def commands(report: Report) -> list[tuple[str, str]]:
     """The commands that give every answer on the page again, each with what it does."""
     at, run = shlex.quote(report.url), shlex.quote(report.run_id)
-    steps = [
+    return [
         ("Is the record intact?", f"rlk-ledger verify {run} --ledger {at}"),
         ("What does the record alone show?", f"rlk-ledger audit {run} --ledger {at}"),
         ("Which side drifts, and by how many noise floors?", f"rlk-ledger replay --run-id {run} --ledger {at}"),
         ("The drift by step", f"rlk-ledger drift {run} --ledger {at} --by step"),
         ("This page again", f"rlk-ledger report {run} --ledger {at}"),
     ]
-    return steps

@@ -18,7 +18,7 @@ _MEANING = {
     "pass": "The two policies agree as far as this arithmetic can.",
     "fail": "Something is wrong in this run.",
     "inconclusive": "The record does not decide.",
-    "not_comparable": "The two sides do not compute the same thing, so their difference has no numerical cause to name.",
+    "not_comparable": "The two sides do not compute the same thing; their difference has no numerical cause to name.",
     "not_applicable": "There is nothing to judge.",
 }
 
@@ -81,7 +81,9 @@ def _sure(report: Report) -> str:
         return "The noise floor was not measured, so the size of the drift has nothing to be compared with."
     groups = lead.count("groups")
     over = f", resampled over {plural(groups, 'group')}" if groups else ""
-    words = f"The drift stands at {multiple.text} times its measured noise floor (95 % interval{over})."
+    limit = (lead.evidence.get("rules") or {}).get("floor_multiple")
+    noise = f"; up to {limit} times counts as noise" if limit else ""
+    words = f"The drift stands at {multiple.times} times its noise floor (95 % interval{over}){noise}."
     return words + _shares(lead)
 
 
@@ -89,7 +91,7 @@ def _shares(lead: Answer) -> str:
     left, right = lead.interval("share_rollout"), lead.interval("share_training")
     if left is None or right is None:
         return ""
-    return f" Share of the drift: rollout {left.text}, training {right.text}."
+    return f" Share of the drift: rollout {left.share}, training {right.share}."
 
 
 def _evidence(report: Report) -> str:
@@ -162,7 +164,9 @@ def unmeasured(report: Report) -> list[str]:
         out += [f"{gate.get('gate')}: {gate.get('reason')}" for gate in lead.gates if gate.get("status") == "unknown"]
         out += [f"{case.get('arm')}: {case.get('reason')}" for case in lead.cases if case.get("status") != "completed"]
     if report.drift.status != "measured":
-        out.append("No active token has a finite value on both sides, so there is no drift to measure: this is no pass.")
+        out.append(
+            "No active token has a finite value on both sides, so there is no drift to measure: this is no pass."
+        )
     if not lead.recorded:
         out.append(
             "No audit of this run is recorded either; the findings here come from an audit made for this page. "

@@ -94,8 +94,12 @@ def _figures(report: Report) -> dict[str, Any]:
 
 
 def _measured(report: Report, *rows: tuple[str, str, str]) -> list[Measured]:
-    found = ((label, report.lead.interval(name), style) for name, label, style in rows)
-    return [Measured(label, interval, style) for label, interval, style in found if interval is not None]
+    found = ((name, label, report.lead.interval(name), style) for name, label, style in rows)
+    return [
+        Measured(label, interval, interval.share if name.startswith("share") else interval.times, style)
+        for name, label, interval, style in found
+        if interval is not None
+    ]
 
 
 def _rules(rules: dict[str, Any], **named: str) -> list[tuple[float, str]]:

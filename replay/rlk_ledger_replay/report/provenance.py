@@ -1,4 +1,4 @@
-"""Where the numbers come from: engines, environments, contracts, settings and weights, the two sides beside each other."""
+"""Where the numbers come from: engines, environments, contracts, settings, weights; the two sides side by side."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -107,7 +107,7 @@ def provenance(history: History) -> Provenance:
     """What a run recorded about its two sides."""
     roles = {w.get("role", "") for w in history.writers.values()}
     return Provenance(
-        engines=_rows(_engines(history)),
+        engines=tuple(_engine_row(name, held) for name, held in _engines(history).items()),
         environment=_rows(_environments(history)),
         contracts=tuple(_contracts(history)),
         knobs=tuple(_knobs(history)),
@@ -137,6 +137,11 @@ def _row(name: str, sides: dict[str, list[str]], klass: str = "") -> Row:
     if klass == "path" and mark != "same":
         mark = "path"
     return Row(name, _joined(left), _joined(right), mark, klass)
+
+
+def _engine_row(name: str, sides: dict[str, list[str]]) -> Row:
+    """Two engines are two programs: only differing sources are worth a second look."""
+    return _row(name, sides, "" if name in ("commit", "uncommitted changes") else "path")
 
 
 def _joined(values: list[str]) -> str:

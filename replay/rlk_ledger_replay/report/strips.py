@@ -6,17 +6,17 @@ from typing import Literal
 import numpy as np
 
 from rlk_ledger.classes import FINITE, MISSING
-from rlk_ledger.history import Sample
+from rlk_ledger.history import Score
 from rlk_ledger.pairs import PairedSample, Pairing
 from rlk_ledger_replay.report.drift import worst_pairs
-from rlk_ledger_replay.report.text import clean
+from rlk_ledger_replay.report.tokens import is_bytes, prompt_text, token_text
 from rlk_ledger_schemas.metrics import CLIP_EPSILON, VALUE_CLASSES
 
 SAMPLES = 6
 WINDOW = 480
 """Tokens shown of one sample; of a longer one the window around its worst token."""
-_PROMPT = 240
 
+REFERENCES = ("replay:reference-rollout", "replay:reference-training")
 LEVELS = (0.01, 0.03, 0.1)
 """Lower edges (nats) of the shades of abs(d) below the clip edge."""
 CLIP_LOW, CLIP_HIGH = float(np.log1p(-CLIP_EPSILON)), float(np.log1p(CLIP_EPSILON))
@@ -26,7 +26,10 @@ State = Literal["compared", "masked", "unpaired", "unmeasured"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One token. `level` is 0 to 4 (4: outside the clip band) for a compared token; `line_end` breaks the line."""
+    """One token. `level` is 0 to 4 (4: outside the clip band) for a compared token; `line_end` breaks the line.
+
+    `reference` holds the replay's values under the rollout's and under the training's semantics.
+    """
 
     position: int
     text: str
@@ -34,6 +37,7 @@ class Cell:
     rollout: float | None
     training: float | None
     dlogp: float | None
+    reference: tuple[float | None, float | None]
     level: int
     state: State
     note: str
@@ -60,9 +64,18 @@ class Strip:
     cells: tuple[Cell, ...]
 
 
-def strips(pairing: Pairing, count: int = SAMPLES) -> list[Strip]:
-    """The strips of the samples that drift most."""
-    return [_strip(pairing, pair) for pair in worst_pairs(pairing, count)]
+def strips(pairing: Pairing, replay_writer: str = "", count: int = SAMPLES) -> list[Strip]:
+    """The strips of the samples that drift most, with the reference's values where `replay_writer` recorded them."""
+    pairs = worst_pairs(pairing, count)
+    chosen = {pair.sample.key for pair in pairs}
+    held = {
+        (score.sample_id, score.attempt, score.source): score
+        for score in pairing.history.scores
+        if score.source in REFERENCES
+        and score.writer_id == replay_writer
+        and (score.sample_id, score.attempt) in chosen
+    }
+    return [_strip(pair, [held.get((*pair.sample.key, source)) for source in REFERENCES]) for pair in pairs]
 
 
 def level(dlogp: float) -> int:
@@ -72,36 +85,7 @@ def level(dlogp: float) -> int:
     return sum(abs(dlogp) >= edge for edge in LEVELS)
 
 
-def is_bytes(sample: Sample) -> bool:
-    """Whether the sample's token ids below 256 are bytes."""
-    return sample.dims.get("tokenizer") == "bytes"
-
-
-def token_text(token: int | None, as_bytes: bool) -> str:
-    """A token as a cell shows it: the character of a byte, its hexadecimal value where it has none, else the id."""
-    if token is None:
-        return "·"
-    if not as_bytes or not 0 <= token < 256:
-        return f"{token}"
-    if token == 0x20:
-        return "␣"
-    if token == 0x0A:
-        return "⏎"
-    if token == 0x09:
-        return "⇥"
-    return chr(token) if 0x21 <= token < 0x7F else f"{token:02X}"
-
-
-def prompt_text(sample: Sample) -> str:
-    """The end of a byte-level prompt as text; empty where the prompt is not recorded or its tokens are not bytes."""
-    if sample.prompt_token_ids is None or not is_bytes(sample):
-        return ""
-    ids = [int(token) for token in sample.prompt_token_ids if 0 <= int(token) < 256]
-    text = clean(bytes(ids).decode("utf-8", errors="replace"))
-    return text if len(text) <= _PROMPT else "..." + text[-_PROMPT:]
-
-
-def _strip(pairing: Pairing, pair: PairedSample) -> Strip:
+def _strip(pair: PairedSample, references: list[Score | None]) -> Strip:
     sample, at = pair.sample, pair.compared
     d = pair.training.astype(np.float64) - pair.rollout
     used = np.abs(d[at])
@@ -121,7 +105,7 @@ def _strip(pairing: Pairing, pair: PairedSample) -> Strip:
         largest=float(used.max()),
         tokens=int(at.sum()),
         masked=int((~pair.active).sum()),
-        cells=tuple(_cell(pair, position, float(d[position]), bool(at[position])) for position in range(first, last)),
+        cells=tuple(_cell(pair, references, position, float(d[position])) for position in range(first, last)),
     )
 
 
@@ -132,11 +116,12 @@ def _window(length: int, worst: int) -> tuple[int, int]:
     return first, first + WINDOW
 
 
-def _cell(pair: PairedSample, position: int, d: float, compared: bool) -> Cell:
+def _cell(pair: PairedSample, references: list[Score | None], position: int, d: float) -> Cell:
+    compared = bool(pair.compared[position])
     tokens = pair.sample.response_token_ids
     token = int(tokens[position]) if position < len(tokens) else None
     as_bytes = is_bytes(pair.sample)
-    state, note = ("compared", "") if compared else _why_not(pair, position)
+    state, note = _standing(pair, position)
     return Cell(
         position=position,
         text=token_text(token, as_bytes),
@@ -144,6 +129,7 @@ def _cell(pair: PairedSample, position: int, d: float, compared: bool) -> Cell:
         rollout=_value(pair.rollout[position], pair.rollout_class[position]),
         training=_value(pair.training[position], pair.training_class[position]),
         dlogp=d if compared else None,
+        reference=(_reference(references[0], position), _reference(references[1], position)),
         level=level(d) if compared else 0,
         state=state,
         note=note,
@@ -151,8 +137,10 @@ def _cell(pair: PairedSample, position: int, d: float, compared: bool) -> Cell:
     )
 
 
-def _why_not(pair: PairedSample, position: int) -> tuple[State, str]:
-    """Why a token is outside drift, in words."""
+def _standing(pair: PairedSample, position: int) -> tuple[State, str]:
+    """Whether a token enters drift, and in words why not."""
+    if pair.compared[position]:
+        return "compared", ""
     if not pair.active[position]:
         return "masked", "masked: not in the loss"
     codes = pair.rollout_class[position], pair.training_class[position]
@@ -160,6 +148,14 @@ def _why_not(pair: PairedSample, position: int) -> tuple[State, str]:
         if code != FINITE:
             return "unmeasured", f"{side} value: {VALUE_CLASSES[code]}"
     return "unpaired", "the sides scored other weight versions"
+
+
+def _reference(score: Score | None, position: int) -> float | None:
+    """The reference's value of a token; None where the replay did not score it."""
+    if score is None or not 0 <= position - score.start < len(score.values):
+        return None
+    value = float(score.values[position - score.start])
+    return value if np.isfinite(value) else None
 
 
 def _value(value: np.float32, code: np.uint8) -> float | None:

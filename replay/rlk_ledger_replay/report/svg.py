@@ -18,7 +18,7 @@ WIDE, NARROW = 720, 360
 
 
 def element(tag: str, content: str = "", /, **attributes: object) -> str:
-    """One element; `class_` and `_` in names become `class` and `-`, floats keep one decimal, content is not escaped."""
+    """One element: `class_` becomes `class`, floats keep one decimal, attributes are escaped, `content` is not."""
     parts = [f' {_attribute(name)}="{_value(value)}"' for name, value in attributes.items() if value is not None]
     return f"<{tag}{''.join(parts)}>{content}</{tag}>" if content else f"<{tag}{''.join(parts)}/>"
 

@@ -89,7 +89,7 @@ def plain(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return number(value, 4)
+        return f"{value:.6g}"
     if isinstance(value, str):
         return value
     if isinstance(value, dict):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlk_ledger_replay.report.gather import gather
 from rlk_ledger_replay.report.page import render
 from rlk_ledger_replay.report.text import ReportError
+from rlk_ledger_schemas.errors import RlkError
 from rlk_ledger_schemas.fingerprints import sha256
 
 if TYPE_CHECKING:
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportInfo:
-    """A report written: where, its digest (`sha256:` of the file), its size, and the verdict it leads with."""
+    """A report written: where, its digest (`sha256:` of the file), its size, and the verdict it leads with.
+
+    `recorded` says whether the ledger took the `report.written` event; `warning` why not, where it was asked to.
+    """
 
     path: Path
     digest: str
     bytes: int
     verdict: str
     exit_code: int | None
+    recorded: bool = False
+    warning: str = ""
 
 
 def write_report(ledger: "Ledger", run_id: str, path: str | os.PathLike[str], *, record: bool = True) -> ReportInfo:
@@ -38,17 +44,27 @@ def write_report(ledger: "Ledger", run_id: str, path: str | os.PathLike[str], *,
     target = Path(path)
     place(target, data)
     fields = report.lead.verdict or {}
-    info = ReportInfo(
+    digest = sha256(data)
+    warning = _record(ledger, run_id, digest, len(data), target.name) if record else ""
+    return ReportInfo(
         path=target,
-        digest=sha256(data),
+        digest=digest,
         bytes=len(data),
         verdict=str(fields.get("verdict") or "inconclusive"),
         exit_code=fields.get("exit_code"),
+        recorded=record and not warning,
+        warning=warning,
     )
-    if record:
+
+
+def _record(ledger: "Ledger", run_id: str, digest: str, size: int, name: str) -> str:
+    """Records the report; returns why it could not be, empty when it was. The file is good either way."""
+    try:
         with ledger.writer(run_id, role="replay") as writer:
-            writer.record("report.written", digest=info.digest, bytes=info.bytes, name=target.name)
-    return info
+            writer.record("report.written", digest=digest, bytes=size, name=name)
+    except RlkError as error:
+        return f"the report is written, but the ledger did not take the event that says so: {error}"
+    return ""
 
 
 def place(target: Path, data: bytes) -> None:

@@ -160,7 +160,7 @@ def healthy(steps: int = 4, groups: int = 4, size: int = 3, noise: float = 0.03)
     events = [*sides(), *weights(steps)]
     for step in range(steps):
         for index in range(groups * size):
-            ids = list(text) + [257]
+            ids = [*text, 257]
             mask = [0 if 12 <= i < 20 else 1 for i in range(len(ids))]
             r = -np.abs(random.gamma(0.6, 1.2, len(ids))).astype(np.float32) - np.float32(1e-4)
             t = np.minimum(r + random.normal(0, noise, len(ids)) * (0.3 + np.abs(r)), -1e-6).astype(np.float32)

@@ -1,0 +1,31 @@
+"""Tokens as a reader sees them: bytes where the tokenizer is bytes, ids where it is not."""
+
+from rlk_ledger.history import Sample
+from rlk_ledger_replay.report.text import clean
+
+_PROMPT = 240
+_SIGNS = {0x20: "\u2423", 0x0A: "\u23ce", 0x09: "\u21e5"}
+"""Signs for a space, a line end and a tab."""
+
+
+def is_bytes(sample: Sample) -> bool:
+    """Whether the sample's token ids below 256 are bytes."""
+    return sample.dims.get("tokenizer") == "bytes"
+
+
+def token_text(token: int | None, as_bytes: bool) -> str:
+    """A token as a cell shows it: the character of a byte, its hexadecimal value where it has none, else the id."""
+    if token is None:
+        return "·"
+    if not as_bytes or not 0 <= token < 256:
+        return f"{token}"
+    return _SIGNS.get(token) or (chr(token) if 0x21 <= token < 0x7F else f"{token:02X}")
+
+
+def prompt_text(sample: Sample) -> str:
+    """The end of a byte-level prompt as text; empty where the prompt is not recorded or its tokens are not bytes."""
+    if sample.prompt_token_ids is None or not is_bytes(sample):
+        return ""
+    ids = [int(token) for token in sample.prompt_token_ids if 0 <= int(token) < 256]
+    text = clean(bytes(ids).decode("utf-8", errors="replace"))
+    return text if len(text) <= _PROMPT else "..." + text[-_PROMPT:]
