@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,8 +88,14 @@ def suggestions(outcome: Outcome, directory: Path) -> list[str]:
         (directory / "ledger" / "runs" / run_id / "segment").rglob("*.parquet"), key=lambda path: path.stat().st_size
     )
     damage = _DAMAGE.format(path=json.dumps(str(segment)), at=segment.stat().st_size // 2)
+    program = _program()
     return [
-        f'rlk-ledger query --ledger {ledger} "{query} order by step"',
-        f"rlk-ledger verify {run_id} --deep --ledger {ledger}",
+        f'{program} query --ledger {ledger} "{query} order by step"',
+        f"{program} verify {run_id} --deep --ledger {ledger}",
         f"python3 -c {shlex.quote(damage)}   # flips one bit; then verify again",
     ]
+
+
+def _program() -> str:
+    """How this shell can call rlk-ledger again: by name where it is on PATH, else as it was called."""
+    return "rlk-ledger" if shutil.which("rlk-ledger") else shlex.quote(sys.argv[0])
