@@ -82,12 +82,16 @@ def content_root(records: Iterable[Record]) -> bytes:
     return merkle.root([r.leaf for r in sorted(records, key=lambda r: (r.writer_id, r.seq))])
 
 
+def type_counts(records: Iterable[Record]) -> tuple[TypeCount, ...]:
+    """How many events of each type there are and the steps they span, sorted by type."""
+    return _counts(sorted((_clustered(r) for r in records), key=lambda row: row[:4]))
+
+
 def _clustered(record: Record) -> _Row:
     fields = decode_envelope(record.envelope)
     step = fields.get("step")
-    return _Row(
-        fields["type"], step if type(step) is int and 0 <= step < LIMIT else -1, record.writer_id, record.seq, record
-    )
+    known = type(step) is int and 0 <= step < LIMIT
+    return _Row(fields["type"], step if known else -1, record.writer_id, record.seq, record)
 
 
 def _size(record: Record) -> int:

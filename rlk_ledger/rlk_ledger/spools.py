@@ -129,14 +129,13 @@ class WriterSpool:
 
     def look(self) -> None:
         """Finds out who writes here, whether it lives and which files there are; to be called before every `poll`."""
+        if self.header is None:
+            self._find_files()
+            self._find_header()
         if self.header is not None:
             alive = is_alive(self.header)
             self.alive = False if alive is None and self.assume_dead else alive
         self._find_files()
-        for file in self.files:
-            with contextlib.suppress(FormatError):  # `poll` deals with it
-                if self.header is None and file.open_header(self.writer_id):
-                    self.header = file.header
 
     def poll(self, room: int) -> tuple[list[Record], int]:
         """The records that can be read now, until about `room` bytes of payload; and their bytes."""
@@ -180,6 +179,12 @@ class WriterSpool:
         """Closes every descriptor."""
         for file in self.files:
             file.close()
+
+    def _find_header(self) -> None:
+        for file in self.files:
+            with contextlib.suppress(FormatError):  # `poll` deals with it
+                if self.header is None and file.open_header(self.writer_id):
+                    self.header = file.header
 
     def _find_files(self) -> None:
         known = {file.number for file in self.files}

@@ -1,5 +1,6 @@
 """Writers, spools and stores that fail on purpose."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,16 +76,19 @@ class FaultyStore:
         self.when = when
         self.error = error
         self.calls: list[str] = []
+        self.lock = threading.Lock()
 
     def _call(self, name: str, *args: Any) -> Any:
-        number = len(self.calls)
-        self.calls.append(f"{name} {args[0]}")
+        with self.lock:
+            number = len(self.calls)
+            self.calls.append(f"{name} {args[0]}")
         if number == self.at and self.when == "before":
             raise self.error()
-        value = getattr(self.inner, name)(*args)
-        if number == self.at and self.when == "after":
-            raise self.error()
-        return value
+        try:
+            return getattr(self.inner, name)(*args)
+        finally:
+            if number == self.at and self.when == "after":
+                raise self.error()
 
     def create(self, path: str, data: bytes) -> None:
         self._call("create", path, data)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from rlk_ledger import layout
 from rlk_ledger.chain import writer_ranges
 from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
-from rlk_ledger.segments import content_root, read_segment, write_segment
+from rlk_ledger.segments import content_root, read_segment, type_counts, write_segment
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.codec import decode_envelope, leaf_hash
@@ -131,7 +131,7 @@ def _check_receipt(path: str, records: Sequence[Record], receipt: Receipt) -> It
         if said.get(writer_id, ((), 0, False)) != found.get(writer_id, ((), 0, False)):
             text = f"the receipt says {said.get(writer_id)} of this writer, the segment holds {found.get(writer_id)}"
             yield finding("segment.contradicts", path, text, writer=writer_id)
-    if write_segment(records).counts != receipt.types:
+    if type_counts(records) != receipt.types:
         yield finding("segment.contradicts", path, "types, counts or steps are not those of the receipt")
 
 

@@ -1,0 +1,358 @@
+"""From spool to ledger: every event once, whatever goes wrong on the way."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlk_ledger import ledger as ledgers
+from rlk_ledger import outbox as outboxes
+from rlk_ledger import segments, spools
+from rlk_ledger.chain import Chain, Forked
+from rlk_ledger.contact import meet
+from rlk_ledger.outbox import declared
+from rlk_ledger.recover import recover
+from rlk_ledger.service import elected, ship_once
+from rlk_ledger.shipper import Shipper
+from rlk_ledger.store import open_store
+from rlk_ledger.verify import verify
+from rlk_ledger_schemas.errors import SpoolError, UsageError
+from rlk_ledger_schemas.findings import Exit
+from rlk_ledger_schemas.frame import encode_header
+from rlk_ledger_sdk.status import read_status, request_flush
+
+RUN = "r1"
+
+
+def held(url: str) -> Counter:
+    """How often each (writer, seq, leaf) stands in a segment some receipt names, shippers' own events left out."""
+    run = ledgers.open_ledger(url).run(RUN)
+    shippers = {r.shipper for r in run.receipts}
+    out: Counter = Counter()
+    for segment in run.segments():
+        for record in segments.read_records(run.store.read(segment.path)):
+            if record.writer_id not in shippers:
+                out[record.writer_id, record.seq, record.leaf] += 1
+    return out
+
+
+def expected(*records) -> Counter:
+    return Counter((r.writer_id, r.seq, r.leaf) for r in records)
+
+
+def statements(url: str) -> list[tuple[str, int]]:
+    events = ledgers.open_ledger(url).read_events(RUN, {"writer.lost"})
+    return [(fields["writer"], fields["bytes_left"]) for _, _, fields, _ in events]
+
+
+def test_a_live_writer_is_shipped_as_it_writes_and_its_files_stay_until_it_is_done(new_writer, spool, url) -> None:
+    writer = new_writer()
+    first = writer.many(3)
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    assert held(url) == expected(*first)
+    assert len(list(writer.directory.glob("*.spool"))) == 1
+    second = [*writer.many(2), writer.close()]
+    shipper.cycle(flush=True)
+    assert held(url) == expected(*first, *second)
+    assert list(writer.directory.glob("*.spool")) == []
+    status = read_status(writer.directory)
+    assert (status.synced, status.committed, status.error) == (5, 5, None)
+    receipts = ledgers.open_ledger(url).run(RUN).receipts
+    assert [r.n for r in receipts] == [0, 1]
+    assert receipts[1].writers[0].closed is True
+    assert verify(url, deep=True).verdict == "intact"
+
+
+def test_nothing_leaves_before_it_is_due_and_a_flush_request_makes_it_due(new_writer, spool, url) -> None:
+    writer = new_writer()
+    records = writer.many(2)
+    shipper = Shipper(spool)
+    shipper.cycle()
+    shipper.cycle()
+    assert not Path(url).exists()
+    assert read_status(writer.directory).committed == -1
+    request_flush(writer.directory, 1)
+    shipper.cycle()
+    assert held(url) == expected(*records)
+    assert read_status(writer.directory).committed == 1
+
+
+def test_a_close_makes_everything_due(new_writer, spool, url) -> None:
+    writer = new_writer()
+    records = [*writer.many(2), writer.close()]
+    Shipper(spool).cycle()
+    assert held(url) == expected(*records)
+
+
+def test_full_segments_leave_by_themselves_and_a_large_record_gets_its_own(
+    new_writer, spool, url, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outboxes, "SEGMENT_BYTES", 10_000)
+    writer = new_writer()
+    small = {"sample_id": "s", "source": "rollout", "contract_id": "c", "values": [0.0] * 500}
+    big = {**small, "values": [0.0] * 5000}
+    records = [writer.put("logprobs", **(big if i == 6 else small)) for i in range(12)]
+    shipper = Shipper(spool)
+    while shipper.cycle():
+        pass
+    assert sum(held(url).values()) >= 7
+    shipper.cycle(flush=True)
+    assert held(url) == expected(*records)
+    rows = [r.segment.rows for r in ledgers.open_ledger(url).run(RUN).receipts]
+    assert 1 in rows
+    assert max(rows) <= 5
+
+
+def test_an_invalid_frame_waits_while_the_writer_lives_and_is_a_counted_tear_once_it_is_dead(
+    new_writer, spool, url, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = new_writer()
+    records = writer.many(4)
+    at = writer.spool.at[0]
+    writer.spool._map[at + 8 : at + 30] = b"x" * 22
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    assert held(url) == expected(*records)
+    assert statements(url) == []
+    monkeypatch.setattr(spools, "is_alive", lambda header: False)
+    shipper.cycle()
+    assert statements(url) == [(writer.writer_id, 30)]
+    assert not writer.directory.exists()
+    result = verify(url, deep=True)
+    assert result.exit_code == Exit.GAP
+    assert {f.kind for f in result.findings} == {"bytes.lost", "writer.killed"}
+
+
+def test_a_killed_writer_recovered_without_loss_is_named_and_fine(new_writer, spool, url) -> None:
+    writer = new_writer(dead=True)
+    records = writer.many(4)
+    Shipper(spool).cycle()
+    assert held(url) == expected(*records)
+    assert statements(url) == [(writer.writer_id, 0)]
+    result = verify(url, deep=True)
+    assert result.exit_code == Exit.OK
+    assert [f.kind for f in result.findings] == ["writer.killed"]
+
+
+def test_a_writer_killed_before_its_first_event_is_named_once(new_writer, spool, url) -> None:
+    writer = new_writer(dead=True)
+    header = encode_header(writer.header)
+    (writer.directory / "00000000.spool").write_bytes(header + bytes(4096))
+    Shipper(spool).cycle()
+    Shipper(spool).cycle()
+    assert statements(url) == [(writer.writer_id, 0)]
+    assert not writer.directory.exists()
+    assert [f.kind for f in verify(url, deep=True).findings] == ["writer.killed"]
+
+
+def test_a_restarted_shipper_commits_nothing_twice_and_misses_nothing(new_writer, spool, url) -> None:
+    writer = new_writer()
+    records = writer.many(3)
+    Shipper(spool).cycle(flush=True)
+    records += writer.many(3)
+    Shipper(spool).cycle(flush=True)
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(*records)
+    chains = {r.shipper for r in ledgers.open_ledger(url).run(RUN).receipts}
+    assert len(chains) == 2
+
+
+def test_several_runs_and_ledgers_leave_one_spool_apart(new_writer, spool, url, tmp_path) -> None:
+    other = str(tmp_path / "other")
+    a, b, c = new_writer(), new_writer(url=other), new_writer(run_id="r2")
+    want_a, want_b = a.many(2), b.many(3)
+    c.many(4)
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(*want_a)
+    assert held(other) == expected(*want_b)
+    assert ledgers.open_ledger(url).runs() == ["r1", "r2"]
+    assert sum(1 for _ in ledgers.open_ledger(url).read_events("r2")) == 4
+
+
+def test_a_spool_that_grows_over_many_files_keeps_order_and_is_deleted_behind(new_writer, spool, url) -> None:
+    writer = new_writer()
+    payload = {"sample_id": "s", "source": "rollout", "contract_id": "c", "values": [0.0] * 50_000}
+    records = [writer.put("logprobs", **payload) for _ in range(12)]
+    assert len(list(writer.directory.glob("*.spool"))) >= 2
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(*records)
+    assert len(list(writer.directory.glob("*.spool"))) == 1, "all but the newest are gone"
+
+
+def test_a_frame_that_is_whole_but_no_event_is_said_and_its_file_kept(new_writer, spool, url) -> None:
+    writer = new_writer()
+    first = writer.put()
+    writer.spool.put(b"\5\0\0\0nope!\0\0")
+    last = writer.close()
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(first, last)
+    assert [p.name for p in writer.directory.glob("*.damaged")] == ["00000000.spool.damaged"]
+    result = verify(url, deep=True)
+    assert result.exit_code == Exit.GAP
+    assert {f.kind for f in result.findings} == {"bytes.lost", "seqs.missing"}
+    assert [(f.first, f.last) for f in result.findings if f.kind == "seqs.missing"] == [(1, 1)]
+
+
+def test_the_run_is_declared_by_its_run_opened_event(new_writer, spool, url) -> None:
+    writer = new_writer(roles={"training": 1})
+    writer.put("run.opened", roles={"rollout": 2}, mode={"consistency": "audit"}, lineage={"run": "r0", "step": 3})
+    Shipper(spool).cycle(flush=True)
+    info = ledgers.open_ledger(url).run(RUN).info
+    assert info.roles == {"rollout": 2}
+    assert info.mode["consistency"] == "audit"
+    assert info.lineage == {"run": "r0", "step": 3}
+
+
+def test_what_run_json_cannot_hold_does_not_stop_the_run(new_writer, spool, url) -> None:
+    writer = new_writer()
+    record = writer.put("run.opened", roles={"rollout": 1}, lineage={"loss": float("nan")})
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(record)
+    assert ledgers.open_ledger(url).run(RUN).info.lineage is None
+
+
+def test_inline_ships_own_and_dead_writers_only_and_continues_its_chain(new_writer, spool, url) -> None:
+    own, dead, foreign = (
+        new_writer(),
+        new_writer(dead=True, pid=1),
+        new_writer(pid=os.getppid(), process_start=_start(os.getppid())),
+    )
+    want = own.many(2) + dead.many(2)
+    foreign.many(2)
+    assert ship_once(spool) == []
+    assert held(url) == expected(*want)
+    want += own.many(1)
+    assert ship_once(spool) == []
+    assert held(url) == expected(*want)
+    assert len({r.shipper for r in ledgers.open_ledger(url).run(RUN).receipts}) == 1
+
+
+def _start(pid: int) -> str:
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return f"{stat[stat.rindex(b')') + 2 :].split()[19].decode()}:{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def test_inline_after_another_shipper_reads_the_receipts_again(new_writer, spool, url) -> None:
+    writer = new_writer()
+    records = writer.many(2)
+    assert ship_once(spool) == []
+    records += writer.many(2)
+    with elected(spool) as lock:
+        other = Shipper(spool)
+        other.cycle(flush=True)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"someone else", 0)
+    records += writer.many(2)
+    assert ship_once(spool) == []
+    assert held(url) == expected(*records)
+    assert verify(url).verdict == "intact"
+
+
+def test_one_shipper_at_a_time(new_writer, spool, url) -> None:
+    with elected(spool) as first:
+        assert first is not None
+        with elected(spool, wait_s=0.05) as second:
+            assert second is None
+        assert ship_once(spool, wait_s=0.05) == [f"another shipper serves {spool}"]
+        with pytest.raises(SpoolError, match="a shipper serves"):
+            recover(spool)
+
+
+def test_a_bad_ledger_url_is_in_the_status_and_costs_nothing(new_writer, spool) -> None:
+    writer = new_writer(url="s3x://bucket/x")
+    writer.many(2)
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    assert "s3x" in read_status(writer.directory).error
+    assert len(shipper.errors()) == 1
+    assert list(writer.directory.glob("*.spool"))
+
+
+def test_a_bucket_that_does_not_answer_fills_no_memory(new_writer, spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outboxes, "SEGMENT_BYTES", 5_000)
+    writer = new_writer(url="s3x://bucket/x")
+    writer.many(400)
+    shipper = Shipper(spool)
+    for _ in range(5):
+        shipper.cycle(flush=True)
+    (box,) = shipper.outboxes.values()
+    waiting = len(box.pending) + len(box.inflight.records)
+    assert 0 < waiting < 150
+    assert box.retry_at > 0
+
+
+def test_another_shipper_under_the_same_identity_is_a_fork_and_costs_a_new_identity(new_writer, spool, url) -> None:
+    writer = new_writer()
+    records = writer.many(3)
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    (box,) = shipper.outboxes.values()
+    twin = Chain(open_store(url), box.chain.contact, shipper=box.chain.shipper)
+    twin.n, twin.previous = box.chain.n, box.chain.previous
+    strange = new_writer(spool=spool.parent / "elsewhere")
+    twin.publish(twin.draft([strange.put()]))
+    old = box.chain.shipper
+    records += writer.many(2)
+    shipper.cycle(flush=True)
+    assert shipper.errors() == []
+    assert box.chain.shipper != old
+    counted = held(url)
+    assert all(counted[key] == 1 for key in expected(*records))
+    opened = [f for _, _, f, _ in ledgers.open_ledger(url).read_events(RUN, {"writer.opened"})]
+    assert [f["labels"] for f in opened] == [{"replaces": old, "reason": "fork_detected"}]
+    assert verify(url, deep=True).exit_code == Exit.OK
+
+
+def test_a_chain_repeats_a_publish_safely_and_refuses_a_taken_place(new_writer, url) -> None:
+    writer = new_writer()
+    store = open_store(url)
+    contact = meet(store, declared(writer.header, []))
+    chain = Chain(store, contact)
+    draft = chain.draft(writer.many(2))
+    chain.publish(draft)
+    chain.publish(draft)
+    taken = Chain(store, contact, shipper=chain.shipper)
+    with pytest.raises(Forked):
+        taken.publish(taken.draft(writer.many(1)))
+
+
+def test_recover_says_exactly_what_was_saved(new_writer, spool, url) -> None:
+    torn, whole, live = new_writer(dead=True), new_writer(dead=True), new_writer()
+    records = torn.many(3)
+    at = torn.spool.at[0]
+    torn.spool._map[at + 8 : at + 15] = b"y" * 7
+    records += whole.many(2) + live.many(2)
+    found = {r.writer_id: r for r in recover(spool)}
+    assert held(url) == expected(*records)
+    assert (found[torn.writer_id].shipped, found[torn.writer_id].lost_bytes, found[torn.writer_id].state) == (
+        3,
+        15,
+        "dead",
+    )
+    assert (found[whole.writer_id].shipped, found[whole.writer_id].lost_bytes) == (2, 0)
+    assert (found[live.writer_id].shipped, found[live.writer_id].state) == (2, "alive")
+    again = recover(spool)
+    assert [(r.writer_id, r.shipped, r.known, r.waiting) for r in again] == [(live.writer_id, 0, 2, 0)]
+
+
+def test_recover_of_a_spool_from_another_machine_leaves_the_tail_until_told(new_writer, spool, url) -> None:
+    writer = new_writer(host="elsewhere", boot_id="other")
+    records = writer.many(3)
+    at = writer.spool.at[0]
+    writer.spool._map[at + 8 : at + 15] = b"y" * 7
+    (first,) = recover(spool)
+    assert (first.state, first.shipped, first.lost_bytes) == ("unknown", 3, 0)
+    assert list(writer.directory.glob("*.spool"))
+    (second,) = recover(writer.directory, assume_dead=True)
+    assert (second.state, second.shipped, second.known, second.lost_bytes) == ("dead", 0, 3, 15)
+    assert held(url) == expected(*records)
+    assert not writer.directory.exists()
+
+
+def test_recover_refuses_what_is_no_spool(tmp_path) -> None:
+    with pytest.raises(UsageError, match="is not a directory"):
+        recover(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert recover(tmp_path / "empty") == []

@@ -1,0 +1,143 @@
+"""The shipper dies, or its bucket lies, between any two steps; afterwards every event is there exactly once."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlk_ledger import ledger as ledgers
+from rlk_ledger import segments
+from rlk_ledger.shipper import Shipper
+from rlk_ledger.store import open_store
+from rlk_ledger.verify import verify
+from rlk_ledger_schemas.findings import Exit
+
+RUN = "r1"
+_MODULES = ("spools.py", "outbox.py", "shipper.py", "chain.py", "contact.py", "store.py")
+
+
+def scene(helpers, spool: Path, url: str) -> tuple[list, str]:
+    """A closed writer, a writer that died inside a record, and one that lives; their events and the dead one's id."""
+    closed, dead, live = (helpers.Writer(spool, url, dead=flag) for flag in (False, True, False))
+    records = [*closed.many(3), closed.close(), *dead.many(2), *live.many(2)]
+    at = dead.spool.at[0]
+    dead.spool._map[at + 8 : at + 20] = b"z" * 12
+    return records, dead.writer_id
+
+
+def check(url: str, records: list, dead: str) -> None:
+    """Every event once, the loss stated once with its exact size, nothing that looks like tampering."""
+    run = ledgers.open_ledger(url).run(RUN)
+    shippers = {r.shipper for r in run.receipts}
+    found: Counter = Counter()
+    for segment in run.segments():
+        for record in segments.read_records(run.store.read(segment.path)):
+            if record.writer_id not in shippers:
+                found[record.writer_id, record.seq, record.leaf] += 1
+    assert found == Counter((r.writer_id, r.seq, r.leaf) for r in records)
+    lost = [(w.writer_id, w.lost_bytes, w.dead) for r in run.receipts for w in r.writers if w.dead or w.lost_bytes]
+    assert lost == [(dead, 20, True)]
+    result = verify(url, deep=True)
+    assert result.exit_code == Exit.GAP
+    assert {f.kind for f in result.findings} <= {"bytes.lost", "writer.killed", "writer.open", "segment.garbage"}
+
+
+def finish(spool: Path) -> None:
+    shipper = Shipper(spool)
+    for _ in range(3):
+        shipper.cycle(flush=True)
+    shipper.close()
+    assert shipper.errors() == []
+
+
+def count_calls(helpers, tmp_path: Path) -> int:
+    spool, url = tmp_path / "count", str(tmp_path / "count-ledger")
+    scene(helpers, spool, url)
+    store = helpers.FaultyStore(open_store(url), -1, "never", RuntimeError)
+    Shipper(spool, lambda _: store).cycle(flush=True)
+    return len(store.calls)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_every_call_to_the_bucket(helpers, tmp_path: Path, when: str) -> None:
+    calls = count_calls(helpers, tmp_path)
+    assert calls >= 15
+    for at in range(calls):
+        spool, url = tmp_path / f"spool-{at}", str(tmp_path / f"ledger-{at}")
+        records, dead = scene(helpers, spool, url)
+        store = helpers.FaultyStore(open_store(url), at, when, helpers.Killed)
+        with pytest.raises(helpers.Killed):
+            Shipper(spool, lambda _, store=store: store).cycle(flush=True)
+        finish(spool)
+        check(url, records, dead)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_failed_call_or_a_lost_reply_at_every_call_is_retried_by_the_same_shipper(
+    helpers, tmp_path: Path, when
+) -> None:
+    for at in range(count_calls(helpers, tmp_path)):
+        spool, url = tmp_path / f"spool-{at}", str(tmp_path / f"ledger-{at}")
+        records, dead = scene(helpers, spool, url)
+        store = helpers.FaultyStore(open_store(url), at, when, helpers.lost_reply)
+        shipper = Shipper(spool, lambda _, store=store: store)
+        shipper.cycle(flush=True)
+        shipper.cycle(flush=True)
+        shipper.cycle(flush=True)
+        assert shipper.errors() == [], store.calls[at]
+        check(url, records, dead)
+        chains = {r.shipper for r in ledgers.open_ledger(url).run(RUN).receipts}
+        assert len(chains) == 1, "a retry is no new identity"
+
+
+class _Tracer:
+    """Raises `error` when line number `at` of the shipper's own code is about to run."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self.at, self.error, self.count, self.where = at, error, 0, ""
+
+    def __call__(self, frame, event, arg):
+        if "rlk_ledger/rlk_ledger" not in frame.f_code.co_filename or not frame.f_code.co_filename.endswith(_MODULES):
+            return None
+        return self.line
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.count += 1
+            if self.count - 1 == self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise self.error()
+        return self.line
+
+
+def _kill_at_line(helpers, tmp_path: Path, at: int) -> int:
+    """One scene, killed at traced line `at` (-1: never), then finished and checked; returns the lines traced."""
+    spool, url = tmp_path / f"s{at}", str(tmp_path / f"l{at}")
+    records, dead = scene(helpers, spool, url)
+    tracer = _Tracer(at, helpers.Killed)
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        Shipper(spool).cycle(flush=True)
+    except helpers.Killed:
+        pass
+    finally:
+        sys.settrace(before)
+    finish(spool)
+    check(url, records, dead)
+    return tracer.count
+
+
+def test_killed_at_a_sample_of_the_shippers_lines(helpers, tmp_path: Path) -> None:
+    lines = _kill_at_line(helpers, tmp_path, -1)
+    assert lines > 500
+    for at in range(3, lines, 41):
+        _kill_at_line(helpers, tmp_path, at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_every_line_of_the_shipper(helpers, tmp_path: Path) -> None:
+    for at in range(_kill_at_line(helpers, tmp_path, -1)):
+        _kill_at_line(helpers, tmp_path, at)
