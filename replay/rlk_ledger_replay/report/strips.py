@@ -9,7 +9,7 @@ from rlk_ledger.classes import FINITE, MISSING
 from rlk_ledger.history import Score
 from rlk_ledger.pairs import PairedSample, Pairing
 from rlk_ledger_replay.report.drift import worst_pairs
-from rlk_ledger_replay.report.tokens import is_bytes, prompt_text, token_text
+from rlk_ledger_replay.report.tokens import SIGNS, is_bytes, prompt_text, token_text
 from rlk_ledger_schemas.metrics import CLIP_EPSILON, VALUE_CLASSES
 
 SAMPLES = 6
@@ -42,6 +42,14 @@ class Cell:
     state: State
     note: str
     line_end: bool
+
+    @property
+    def style(self) -> str:
+        """The cell's style classes: its shade, why it is outside drift, and the shape of its text."""
+        shade = f"l{self.level}" if self.level else ""
+        state = "" if self.state == "compared" else self.state
+        shape = "s" if self.text in SIGNS else "id" if len(self.text) > 1 else ""
+        return " ".join(part for part in (shade, state, shape) if part)
 
 
 @dataclass(frozen=True)

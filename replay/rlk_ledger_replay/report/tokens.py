@@ -4,8 +4,9 @@ from rlk_ledger.history import Sample
 from rlk_ledger_replay.report.text import clean
 
 _PROMPT = 240
-_SIGNS = {0x20: "\u2423", 0x0A: "\u23ce", 0x09: "\u21e5"}
-"""Signs for a space, a line end and a tab."""
+_SIGN_OF = {0x20: "\u2423", 0x0A: "\u23ce", 0x09: "\u21e5"}
+SIGNS = frozenset(_SIGN_OF.values())
+"""What stands for a space, a line end and a tab."""
 
 
 def is_bytes(sample: Sample) -> bool:
@@ -19,7 +20,7 @@ def token_text(token: int | None, as_bytes: bool) -> str:
         return "·"
     if not as_bytes or not 0 <= token < 256:
         return f"{token}"
-    return _SIGNS.get(token) or (chr(token) if 0x21 <= token < 0x7F else f"{token:02X}")
+    return _SIGN_OF.get(token) or (chr(token) if 0x21 <= token < 0x7F else f"{token:02X}")
 
 
 def prompt_text(sample: Sample) -> str:

@@ -230,3 +230,23 @@ def replayed(verdict: str = "pass") -> list[Event]:
     judged = {"verdict": verdict, "subject": "replay-1", "decision": "within_floor", "reason": reason, "exit_code": 0}
     events.append(("c", "verdict.reached", {**judged, "evidence": evidence}))
     return events
+
+
+@pytest.fixture(name="sides")
+def _sides() -> Callable[..., list[Event]]:
+    return sides
+
+
+@pytest.fixture(name="sample")
+def _sample() -> Callable[..., list[Event]]:
+    return sample
+
+
+@pytest.fixture(name="healthy")
+def _healthy() -> Callable[..., list[Event]]:
+    return healthy
+
+
+@pytest.fixture(name="replayed")
+def _replayed() -> Callable[..., list[Event]]:
+    return replayed
