@@ -55,19 +55,19 @@ def is_alive(header: Who) -> bool | None:
     if namespace != here.process_start.partition(":")[2]:
         return None
     now = _start_time(str(header.pid))
-    if now is None:
-        return None if Path(f"/proc/{header.pid}").exists() else False
-    return now == start
+    return None if now is None else now == start
 
 
 def _start_time(pid: str) -> str | None:
-    """Field 22 of /proc/PID/stat; None when there is no such process or it is a zombie."""
+    """Field 22 of /proc/PID/stat; empty for a process that has ended, None when the kernel does not say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def _pid_namespace() -> int:

@@ -3,8 +3,8 @@
 One critical section (`_lock`) owns the spool state, the losses and every field below marked (S). Three flags make it
 safe where a Python process is not:
 
-* `_inside` (S): this thread is inside the section. A signal handler or `__del__` that records meanwhile is queued and
-  recorded when the interrupted call leaves the section.
+* `_owned()`: this thread is inside the section. A signal handler or `__del__` that records meanwhile is queued and
+  recorded when the interrupted call leaves the section. The lock itself is the flag, so nothing can leave it wrong.
 * `_unsettled` (S): the last section did not end normally, or there is something to write first (the writer's own
   events, a gap). Set on entry, cleared on success, so an asynchronous exception anywhere is noticed by the next call.
 * `_mark[0]`: false after a fork and after close().
@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -61,8 +62,7 @@ class Recorder:
         self._start(parent_writer=None)
         self._identity.insert(0, ("run.opened", config.run_opened))
         _recorders.add(self)
-        with self._lock:
-            self._settle_quietly()
+        self._settle_quietly()
         self._afterwards()
 
     # -- lifecycle --------------------------------------------------------------------------------------------------
@@ -72,8 +72,7 @@ class Recorder:
         config, me = self.config, identity()
         self.writer_id = new_writer_id()
         self.directory = config.spool / self.writer_id
-        self._lock = threading.RLock()
-        self._inside = False
+        self._new_lock()
         self._unsettled = True
         self._losses = Losses()
         self._deferred: deque[tuple[str, Any, dict[str, Array], Reference]] = deque()
@@ -96,6 +95,10 @@ class Recorder:
         self._durability: Durability = Durability(config, self.directory)
         self._redacts = config.redaction.mode != "none"
         self._mark = new_mark()
+
+    def _new_lock(self) -> None:
+        self._lock = threading.RLock()
+        self._owned: Callable[[], bool] = getattr(self._lock, "_is_owned")  # noqa: B009  what Condition uses, untyped
 
     def _prepare(self) -> None:
         prepare_spool(self.config)
@@ -125,8 +128,7 @@ class Recorder:
         if not self._closed:
             self._spool.close()
             self._mark = NO_PROCESS
-            self._inside = False
-            self._lock = threading.RLock()
+            self._new_lock()
 
     def _alive_here(self) -> bool:
         """After `_mark[0]` was false: becomes a new writer in a forked child; False once closed."""
@@ -183,17 +185,16 @@ class Recorder:
             contract_id = wire.contract_id
             if (known := self._contracts.get(contract_id)) is not None:
                 return known
+        if self._owned():
+            return self._defer(name, wire, arrays, contract_id)
+        payload = b""
         with self._lock:
-            if self._inside:
-                return self._defer(name, wire, arrays, contract_id)
-            spool = self._spool
-            payload = b""
             try:
-                self._inside = True
                 settling = self._unsettled
                 if settling:
                     self._settle()
                 self._unsettled = True
+                spool = self._spool
                 seq = spool.at[1]
                 _set(wire, "seq", seq)
                 _set(wire, "wall_ns", _wall())
@@ -204,8 +205,6 @@ class Recorder:
             except Full as full:
                 self._drop(name, full, len(payload) or _size(arrays))
                 return Reference(self.writer_id, None, contract_id)
-            finally:
-                self._inside = False
         reference = Reference(self.writer_id, seq, contract_id)
         if contract_id is not None:
             self._contracts[contract_id] = reference
@@ -230,16 +229,14 @@ class Recorder:
 
     def _settle_quietly(self) -> None:
         """Settles now, as far as there is room."""
-        if self._inside:
+        if self._owned():
             return
-        try:
-            self._inside = True
-            self._settle()
-            self._unsettled = not self._recovered()
-        except Full as full:
-            self._warn_full(full)
-        finally:
-            self._inside = False
+        with self._lock:
+            try:
+                self._settle()
+                self._unsettled = not self._recovered()
+            except Full as full:
+                self._warn_full(full)
 
     def _put(self, name: str, fields: dict[str, Any]) -> None:
         self._spool.put(self._encoded(name, fields))
@@ -289,7 +286,7 @@ class Recorder:
 
     def _afterwards(self) -> None:
         """What a record() owes after it left the critical section: queued events, a look at the shipper on a roll."""
-        if self._inside:
+        if self._owned():
             return
         while self._deferred:
             try:
@@ -322,24 +319,20 @@ class Recorder:
 
     def _gap(self, kind: str, reason: str, event_type: str) -> Reference:
         try:
-            with self._lock:
-                if not self._inside and self._mark[0]:
+            if self._mark[0] and not self._owned():
+                with self._lock:
                     self._lose_one(kind, reason, event_type)
         except Exception as error:
             self._warn("gap", "", f"a gap event could not be written ({error}); it follows when it can")
         return Reference(self.writer_id, None)
 
     def _lose_one(self, kind: str, reason: str, event_type: str) -> None:
-        try:
-            self._inside = True
-            if self._unsettled:
-                with contextlib.suppress(Full):
-                    self._settle()
-            self._unsettled = True
-            self._lose(kind, 0, reason, event_type, roll=True)
-            self._unsettled = bool(self._losses or self._identity)
-        finally:
-            self._inside = False
+        if self._unsettled:
+            with contextlib.suppress(Full):
+                self._settle()
+        self._unsettled = True
+        self._lose(kind, 0, reason, event_type, roll=True)
+        self._unsettled = bool(self._losses or self._identity)
 
     def _warn_full(self, full: Full) -> None:
         self._warn("full", "", f"{full}; events are dropped and counted until there is room")
@@ -355,8 +348,7 @@ class Recorder:
         """Waits until everything recorded so far has reached `level`; see rlk_ledger.flush."""
         if self._mark[0] or self._alive_here():
             self._afterwards()
-            with self._lock:
-                self._settle_quietly()
+            self._settle_quietly()
         return self._durability.wait(level, self._spool.at[1] - 1, timeout)
 
     def close(self, reason: str = "close", timeout: float | None = None) -> None:
@@ -373,8 +365,8 @@ class Recorder:
         self._mark = NO_PROCESS
         if here:
             self._wait_for_shipper(self.config.exit_s if timeout is None else timeout)
-            with self._lock:
-                if not self._inside:
+            if not self._owned():
+                with self._lock:
                     self._spool.close()
 
     def _wait_for_shipper(self, timeout: float) -> None:
