@@ -51,7 +51,7 @@ class Interval:
     @property
     def share(self) -> str:
         """A share: `49% [41%, 57%]`."""
-        return self._with(lambda value: f"{value:.0%}")
+        return self._with(lambda value: f"{round(value, 2) + 0.0:.0%}")
 
     def _with(self, form: Callable[[float], str]) -> str:
         low, high = ("not bounded" if bound is None else form(bound) for bound in (self.low, self.high))

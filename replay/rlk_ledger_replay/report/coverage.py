@@ -9,7 +9,7 @@ from typing import Any
 from rlk_ledger.history import History
 from rlk_ledger.metrics import Drift
 from rlk_ledger.pairs import Pairing
-from rlk_ledger_replay.report.text import plural
+from rlk_ledger_replay.report.text import percent, plural
 from rlk_ledger_schemas.objects import Receipt
 
 _OWN = frozenset({"report.written", "writer.opened", "writer.closed", "run.opened"})
@@ -153,7 +153,7 @@ def lines(history: History, pairing: Pairing, drift: Drift) -> list[Line]:
     """What was compared and what was not, with reasons."""
     active = sum(int(sample.loss_mask.sum()) for sample in pairing.samples)
     total = sum(len(sample) for sample in pairing.samples)
-    share = "" if not active else f"{drift.tokens / active:.1%} of the active ones"
+    share = "" if not active else f"{percent(drift.tokens / active)} of the active ones"
     out = [
         Line("Samples", f"{len(pairing.samples):,}", f"{plural(_groups(pairing), 'group')} in {_steps(pairing)}"),
         Line("Response tokens", f"{total:,}", f"{active:,} active, {total - active:,} masked"),

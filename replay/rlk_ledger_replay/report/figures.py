@@ -16,7 +16,8 @@ from rlk_ledger_replay.report.text import number, plural
 
 SERIES = (("mean", "abs_dlogp_mean"), ("rms", "dlogp_rms"), ("p99", "abs_dlogp_p99"))
 """The lines of the step figure: style class and metric."""
-_LOG_FROM = 40.0
+_LOG_FROM = 20.0
+"""From this ratio of the largest to the smallest value on, the step figure is logarithmic."""
 _MARKERS_TO = 60
 _LANES, _VERSIONS = 12, 120
 
@@ -55,7 +56,7 @@ def _steps(rows: Sequence[StepDrift], floor: Interval | None, width: int) -> tup
     values = [v for row in rows for _, name in SERIES if (v := row.drift.values[name]) is not None]
     top = max([*values, floor.value if floor else 0.0]) or 1e-6
     positive = [v for v in values if v > 0]
-    low = min(positive, default=top)
+    low = min([*positive, floor.value if floor and floor.value > 0 else top], default=top)
     many = bool(positive) and len(positive) == len(values) and top / low > _LOG_FROM
     y = (svg.logarithmic if many else svg.linear)(low / 1.5 if many else 0.0, top * 1.12, frame.bottom, frame.top)
     marks = svg.decades(low / 1.5, top * 1.12) if many else svg.ticks(0.0, top * 1.12, 4)
@@ -206,7 +207,7 @@ def _intervals(
 ) -> tuple[int, str]:
     roomy = width > 500
     gap = 34 if roomy else 48
-    frame = Frame(150 if roomy else 12, width - (130 if roomy else 12), 26, 26 + gap * len(rows))
+    frame = Frame(150 if roomy else 12, width - (190 if roomy else 12), 26, 26 + gap * len(rows))
     x = svg.linear(low, high, frame.left + 6, frame.right - 6)
     parts = []
     for value, label in rules:

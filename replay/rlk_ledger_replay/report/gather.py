@@ -13,6 +13,7 @@ from rlk_ledger_replay.report import coverage as covered
 from rlk_ledger_replay.report import drift as drifted
 from rlk_ledger_replay.report.answers import Answer, audited_now, chosen, read_answers
 from rlk_ledger_replay.report.provenance import Provenance, provenance
+from rlk_ledger_replay.report.splits import Split, splits
 from rlk_ledger_replay.report.strips import Strip, strips
 from rlk_ledger_schemas.objects import Receipt
 
@@ -45,6 +46,7 @@ class Report:
     histogram: drifted.Histogram | None
     worst: tuple[drifted.WorstToken, ...]
     strips: tuple[Strip, ...]
+    splits: tuple[Split, ...]
     provenance: Provenance
     coverage: tuple[covered.Line, ...]
     writers: tuple[covered.Writer, ...]
@@ -86,6 +88,7 @@ def _report(
         histogram=drifted.histogram(found),
         worst=tuple(drifted.worst_tokens(pairing, found)),
         strips=tuple(strips(pairing, lead.writer_id)),
+        splits=tuple(splits(history, pairing)),
         provenance=provenance(history),
         coverage=tuple(covered.lines(history, pairing, total)),
         writers=tuple(w for w in covered.writers(history, receipts) if w.writer_id in kept),

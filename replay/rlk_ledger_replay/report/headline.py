@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlk_ledger_replay.report.answers import Answer, query_of
+from rlk_ledger_replay.report.answers import Answer, Interval, query_of
 from rlk_ledger_replay.report.gather import Report
 from rlk_ledger_replay.report.text import cut, flat, plural
 from rlk_ledger_schemas.findings import FINDINGS
@@ -81,10 +81,18 @@ def _sure(report: Report) -> str:
         return "The noise floor was not measured, so the size of the drift has nothing to be compared with."
     groups = lead.count("groups")
     over = f", resampled over {plural(groups, 'group')}" if groups else ""
+    words = f"The drift stands at {multiple.times} times its noise floor (95 % interval{over})."
+    return words + _limit(lead, multiple) + _shares(lead)
+
+
+def _limit(lead: Answer, multiple: Interval) -> str:
+    """Where the interval lies against the multiple up to which a distance counts as noise."""
     limit = (lead.evidence.get("rules") or {}).get("floor_multiple")
-    noise = f"; up to {limit} times counts as noise" if limit else ""
-    words = f"The drift stands at {multiple.times} times its noise floor (95 % interval{over}){noise}."
-    return words + _shares(lead)
+    if not isinstance(limit, int | float) or multiple.high is None or multiple.low is None:
+        return ""
+    if multiple.low <= limit < multiple.high:
+        return f" It lies on both sides of the {limit} that still counts as noise."
+    return f" All of it lies {'below' if multiple.high <= limit else 'above'} the {limit} that still counts as noise."
 
 
 def _shares(lead: Answer) -> str:

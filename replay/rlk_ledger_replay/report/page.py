@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from rlk_ledger_replay.report import figures, headline, text
+from rlk_ledger_replay.report import figures, headline, splits, text
 from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.figures import Measured
 from rlk_ledger_replay.report.gather import Report, commands
@@ -46,6 +46,7 @@ def render(report: Report) -> str:
         first=[(label, metric(name, report.drift.values.get(name))) for name, label in _FIRST],
         metrics=[(name, METRICS[name], metric(name, value)) for name, value in report.drift.values.items()],
         arm_metrics=_ARM_METRICS,
+        shown_levels=splits.LEVELS,
         links=report.lead.links(),
         commands=commands(report),
         **_figures(report),

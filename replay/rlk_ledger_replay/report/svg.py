@@ -14,7 +14,7 @@ from rlk_ledger_replay.report.text import clean, number
 
 Scale = Callable[[float], float]
 
-WIDE, NARROW = 720, 360
+WIDE, NARROW = 940, 360
 
 
 def element(tag: str, content: str = "", /, **attributes: object) -> str:

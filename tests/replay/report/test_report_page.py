@@ -14,6 +14,7 @@ import pytest
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.metrics import measure
 from rlk_ledger_replay.report import gather, render
+from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.page import inert_json, metric
 from rlk_ledger_schemas.metrics import METRICS
 
@@ -114,7 +115,7 @@ def test_the_verdict_leads_with_its_four_answers(replayed_page: Page) -> None:
     for part in (
         "Pass The drift is 0.85 [0.76, 1.12] times its measured noise floor.",
         "How sure The drift stands at 0.85 [0.76, 1.12] times its noise floor (95 % interval",
-        "resampled over 12 groups); up to 1.5 times counts as noise.",
+        "resampled over 12 groups). All of it lies below the 1.5 that still counts as noise.",
         "rollout 49% [41%, 57%], training 51% [43%, 59%]",
         "1,140 tokens of 24 of 48 samples replayed",
         "1 of 2 gates passed; the record verifies",
@@ -297,3 +298,22 @@ def test_both_widths_of_a_figure_carry_a_description(replayed_page: Page) -> Non
     assert {a["class"] for a in drawn} == {"wide", "narrow"}
     assert all(a["role"] == "img" for a in drawn)
     assert len([a for a in drawn if a["class"] == "wide"]) == 5
+
+
+def test_dimensions_that_separate_the_same_tokens_are_one(make: Any, sides: Any, sample: Any) -> None:
+    events = sides()
+    for index in range(8):
+        late = index % 2 == 0
+        drifted = [-1.0 + (0.4 if late else 0.01)] * 6
+        events += sample(
+            f"s{index}", 0, [65] * 6, [1] * 6, [-1.0] * 6, drifted, model="a" if late else "b", turn=int(late)
+        )
+    found = {split.dimension: split for split in gather(make(events), "run-1").splits}
+    first = next(iter(found.values()))
+    assert {first.dimension, *first.aliases} >= {"model", "turn"}
+    assert [(level.tokens, round(level.mean, 3)) for level in first.levels] == [(24, 0.4), (24, 0.01)]
+    assert first.ratio == pytest.approx(40.0, rel=1e-3)
+
+
+def test_a_share_of_nothing_has_no_sign() -> None:
+    assert Interval(-0.001, -0.012, 0.004).share == "0% [-1%, 0%]"
