@@ -38,7 +38,7 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     return np.frombuffer(array.data, np.dtype(array.dtype).newbyteorder("<"))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
     """One sampled response. Arrays have one entry a response token; `dims` holds the other recorded plain values.
 
@@ -83,7 +83,7 @@ class Sample:
         return len(self.loss_mask)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Score:
     """One `logprobs` event: float32 `values` (nats) of one side's pass over a sample, or a shard of it."""
 
@@ -110,7 +110,7 @@ class Score:
     mono_ns: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Fact:
     """Any other event as it was recorded: fields without the assigned ones."""
 
@@ -121,7 +121,7 @@ class Fact:
     arrays: dict[str, Array]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class History:
     """A run in memory. `facts` maps an event type to its events in (writer, seq) order."""
 

@@ -20,7 +20,7 @@ from rlk_ledger.series import Missing, Replica, Series, assemble
 SIDES = ("rollout", "training")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PairedSample:
     """One sample with both sides' values.
 
@@ -53,7 +53,7 @@ class PairedSample:
         return np.asarray(self.paired & self.active & finite, np.bool_)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OffPolicy:
     """Active tokens whose only agreeing training pass has another weight version; `lag` counts versions apart."""
 
@@ -65,7 +65,7 @@ class OffPolicy:
     dlogp: npt.NDArray[np.float64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Unobserved:
     """Active tokens of a sample that `source` has no value for; `partial` when it scored other tokens of it."""
 
@@ -75,7 +75,7 @@ class Unobserved:
     partial: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """A later training pass, as (sample, series); its first pass is the paired one of the same version, if any."""
 
@@ -84,7 +84,7 @@ class Pass:
     first: Series | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pairing:
     """Everything the pairing rule makes of a history."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rlk_ledger.history import History, Sample, Score
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Series:
     """Values (float32[n], NaN where absent) one side gave to a sample in one pass.
 
@@ -46,7 +46,7 @@ class Series:
         return not (self.token_differs or self.mask_differs or self.excess)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Missing:
     """A sharded pass some of whose ranks never recorded."""
 
@@ -57,7 +57,7 @@ class Missing:
     tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
     """Replicated ranks that recorded different bits: the two writers and the first position that differs."""
 
@@ -67,7 +67,7 @@ class Replica:
     position: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Assembled:
     """What the scores of one sample and source come to."""
 

@@ -52,12 +52,12 @@ class Dimension:
     tested: tuple[int, ...] | None = None
 
 
-def between(view: View) -> list[Dimension]:
-    """Dimensions constant within a sample."""
+def between(view: View, constant: bool = False) -> list[Dimension]:
+    """Dimensions constant within a sample; those with one level only when `constant`."""
     layouts = {f.fields["layout_id"]: f.fields for f in view.history.of("batch.layout")}
     rows = [dict(_sample_values(view, pair, layouts)) for pair in view.pairs]
     names = dict.fromkeys(name for row in rows for name in row)
-    found = [_coded(name, [row.get(name) for row in rows]) for name in names]
+    found = [_coded(name, [row.get(name) for row in rows], 1 if constant else 2) for name in names]
     return [dimension for dimension in found if dimension is not None]
 
 
@@ -122,8 +122,8 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
         yield prefix, value
 
 
-def _coded(name: str, values: list[Any]) -> Dimension | None:
-    """Levels of a column of plain values: categories, or thirds of a number with many values; None when constant."""
+def _coded(name: str, values: list[Any], fewest: int) -> Dimension | None:
+    """Levels of a column of plain values: categories, or thirds of a number with many; None below `fewest` levels."""
     known = [v for v in values if v is not None]
     numeric = bool(known) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in known)
     if numeric and len(set(known)) > _CATEGORIES:
@@ -131,7 +131,7 @@ def _coded(name: str, values: list[Any]) -> Dimension | None:
     flags = all(isinstance(v, _Flag) for v in known)
     texts = [None if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
     counts = Counter(text for text in texts if text is not None)
-    if len(counts) < 2:
+    if len(counts) < fewest:
         return None
     labels = tuple(text for text, _ in counts.most_common(MAX_LEVELS))
     index = {text: i for i, text in enumerate(labels)}

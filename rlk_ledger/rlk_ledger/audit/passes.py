@@ -31,6 +31,8 @@ def _layouts(view: View) -> Iterable[Finding]:
         if later.first is None:
             continue
         a, b = later.first.first, later.series.first
+        if a.layout_id is not None and a.layout_id == b.layout_id:
+            continue  # whatever made these passes differ, it was not their layout
         key = (a.pass_id or "first", b.pass_id or "later")
         both = later.first.present & later.series.present & later.sample.loss_mask.astype(np.bool_)
         sizes[key].append(np.abs(later.series.values[both].astype(np.float64) - later.first.values[both]))

@@ -117,7 +117,7 @@ _Side = tuple[str, npt.NDArray[np.bool_], _Floats, _Floats, npt.NDArray[np.uint8
 
 
 def _sides(view: View, source: str) -> Iterable[_Side]:
-    """(sample id, active, values, the other side's values, classes) of one side: paired samples as classed, others by their own bits."""
+    """(sample id, active, values, the other side's values, classes): paired samples as classed, others by bits."""
     paired = {p.sample.key for p in view.pairs}
     for p in view.pairs:
         other = p.training if source == "rollout" else p.rollout

@@ -1,0 +1,127 @@
+"""What a query needs before it runs: that it only reads, which views it names, and which runs it can be limited to.
+
+DuckDB's own parser answers, through `json_serialize_sql`, which serialises SELECT statements and nothing else.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import duckdb
+
+from rlk_ledger_schemas.errors import UsageError
+
+Params = dict[str, Any] | list[Any] | None
+
+
+class Scope(NamedTuple):
+    """`views`: names of tables the query reads. `runs`: run ids it is limited to, or None when it may read any."""
+
+    views: frozenset[str]
+    runs: frozenset[str] | None
+
+
+class _Select(NamedTuple):
+    tables: list[tuple[str, str]]
+    limits: list[tuple[str | None, frozenset[str]]]
+
+
+def scope(query: str, params: Params = None) -> Scope:
+    """The scope of one SELECT query; raises UsageError when it does not parse or is anything but a SELECT."""
+    with duckdb.connect(":memory:") as connection:
+        row = connection.execute("select json_serialize_sql(?)", [query]).fetchall()[0]
+    tree = json.loads(row[0])
+    if tree["error"]:
+        raise UsageError(_refusal(tree))
+    if len(tree["statements"]) != 1:
+        raise UsageError(f"one SELECT a query; this text holds {len(tree['statements'])} statements.")
+    selects: list[_Select] = []
+    _walk(tree["statements"][0], frozenset(), params, selects)
+    views = frozenset(name for select in selects for _, name in select.tables)
+    runs: set[str] = set()
+    for select in selects:
+        for alias, _ in select.tables:
+            limit = _limit(select, alias)
+            if limit is None:
+                return Scope(views, None)
+            runs |= limit
+    return Scope(views, frozenset(runs) if views else None)
+
+
+def _refusal(tree: dict[str, Any]) -> str:
+    if tree.get("error_type") == "not implemented":
+        return "only SELECT queries run here: a ledger is append-only and its views are read-only."
+    return f"the query does not parse ({tree.get('error_message', 'no reason given')})."
+
+
+def _limit(select: _Select, alias: str) -> frozenset[str] | None:
+    """Run ids a table of a SELECT is limited to by its own WHERE, if it is."""
+    for qualifier, values in select.limits:
+        if qualifier == alias or (qualifier is None and len(select.tables) == 1):
+            return values
+    return None
+
+
+def _walk(node: Any, hidden: frozenset[str], params: Params, out: list[_Select]) -> None:
+    """Collects every SELECT node; `hidden` are names of common table expressions in sight."""
+    if isinstance(node, list):
+        for item in node:
+            _walk(item, hidden, params, out)
+    elif isinstance(node, dict):
+        hidden = hidden | {entry["key"] for entry in (node.get("cte_map") or {}).get("map", ())}
+        if node.get("type") == "SELECT_NODE":
+            tables: list[tuple[str, str]] = []
+            _tables(node.get("from_table"), hidden, tables)
+            limits: list[tuple[str | None, frozenset[str]]] = []
+            _limits(node.get("where_clause"), params, limits)
+            out.append(_Select(tables, limits))
+        for value in node.values():
+            _walk(value, hidden, params, out)
+
+
+def _tables(node: Any, hidden: frozenset[str], out: list[tuple[str, str]]) -> None:
+    """(alias, name) of the tables a FROM clause names itself; subqueries are SELECT nodes of their own."""
+    if not isinstance(node, dict):
+        return
+    if node.get("type") == "BASE_TABLE":
+        name = node["table_name"].lower()
+        if name not in hidden:
+            out.append(((node.get("alias") or name).lower(), name))
+    elif node.get("type") == "JOIN":
+        _tables(node.get("left"), hidden, out)
+        _tables(node.get("right"), hidden, out)
+
+
+def _limits(node: Any, params: Params, out: list[tuple[str | None, frozenset[str]]]) -> None:
+    """`run_id = value` and `run_id in (values)` among the conditions that are all required."""
+    if not isinstance(node, dict):
+        return
+    if node.get("type") == "CONJUNCTION_AND":
+        for child in node["children"]:
+            _limits(child, params, out)
+    elif node.get("type") == "COMPARE_EQUAL":
+        for column, value in ((node["left"], node["right"]), (node["right"], node["left"])):
+            _add_limit(column, [value], params, out)
+    elif node.get("type") == "COMPARE_IN":
+        _add_limit(node["children"][0], node["children"][1:], params, out)
+
+
+def _add_limit(column: Any, values: list[Any], params: Params, out: list[tuple[str | None, frozenset[str]]]) -> None:
+    names = [name.lower() for name in column.get("column_names", ())]
+    if column.get("type") != "COLUMN_REF" or not names or names[-1] != "run_id":
+        return
+    found = [_constant(value, params) for value in values]
+    if found and all(value is not None for value in found):
+        out.append((names[-2] if len(names) > 1 else None, frozenset(v for v in found if v is not None)))
+
+
+def _constant(node: Any, params: Params) -> str | None:
+    if node.get("type") == "VALUE_CONSTANT":
+        text = (node.get("literal") or {}).get("text")
+        return text if isinstance(text, str) else None
+    if node.get("type") == "VALUE_PARAMETER" and params is not None:
+        key = str(node.get("identifier"))
+        if isinstance(params, dict):
+            return params.get(key) if isinstance(params.get(key), str) else None
+        value = params[int(key) - 1] if key.isdigit() and 0 < int(key) <= len(params) else None
+        return value if isinstance(value, str) else None
+    return None

@@ -1,0 +1,266 @@
+"""The token-level views - tokens, drift, off_policy - from the same pairing the audit uses."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rlk_ledger import classes
+from rlk_ledger.event_tables import VALUE_CLASS_NAMES
+from rlk_ledger.history import History, Sample
+from rlk_ledger.pairs import SIDES, PairedSample, Pairing, pair
+from rlk_ledger.series import Series, assemble
+from rlk_ledger_schemas.metrics import LOG_RATIO_CLAMP
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+_NAN_IS_NULL = frozenset({"dlogp", "abs_dlogp", "rho"})
+
+
+class _Columns:
+    """Columns under construction: per block of tokens either one value or one array."""
+
+    def __init__(self, types: dict[str, pa.DataType]) -> None:
+        self.types = types
+        self.sizes: list[int] = []
+        self.parts: dict[str, list[Any]] = {name: [] for name in types}
+
+    def block(self, size: int, values: dict[str, Any]) -> None:
+        """`size` rows; a scalar stands for all of them, an absent column is null."""
+        self.sizes.append(size)
+        for name, parts in self.parts.items():
+            parts.append(values.get(name))
+
+    def table(self) -> pa.Table:
+        """The finished Arrow table."""
+        return pa.table({name: self._column(name, kind) for name, kind in self.types.items()})
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        parts = self.parts[name]
+        if kind == _TEXT:
+            return self._text(parts)
+        dtype = next((part.dtype for part in parts if isinstance(part, np.ndarray)), None)
+        if dtype is None:
+            index = np.repeat(np.arange(len(parts)), self.sizes)
+            return pa.array(parts, kind).take(pa.array(index))
+        absent = np.repeat([part is None for part in parts], self.sizes)
+        blank = [np.zeros(size, dtype) if part is None else part for part, size in zip(parts, self.sizes)]
+        joined = np.concatenate(blank).astype(dtype)
+        if name == "shard_rank":
+            absent |= joined < 0
+        elif name in _NAN_IS_NULL:
+            absent |= np.isnan(joined)
+        return pa.array(joined, kind, mask=absent)
+
+    def _text(self, parts: list[Any]) -> pa.Array:
+        known: dict[str, int] = {}
+        codes = []
+        for part, size in zip(parts, self.sizes):
+            if isinstance(part, np.ndarray):
+                codes.append(part.astype(np.int32))
+            else:
+                code = -1 if part is None else known.setdefault(str(part), len(known))
+                codes.append(np.full(size, code, np.int32))
+        joined = np.concatenate(codes) if codes else np.empty(0, np.int32)
+        labels = VALUE_CLASS_NAMES if any(isinstance(p, np.ndarray) for p in parts) else pa.array(known, pa.string())
+        return pa.DictionaryArray.from_arrays(pa.array(joined, pa.int32(), mask=joined < 0), labels)
+
+
+_KEYS: dict[str, pa.DataType] = {
+    "run_id": _TEXT,
+    "step": pa.int64(),
+    "sample_id": _TEXT,
+    "attempt": pa.int64(),
+    "group_id": _TEXT,
+    "position": pa.int32(),
+    "token_id": pa.uint64(),
+}
+_PLACE: dict[str, pa.DataType] = {
+    "engine": _TEXT,
+    "weight_version": _TEXT,
+    "pass_id": _TEXT,
+    "layout_id": _TEXT,
+}
+TOKENS = {
+    **_KEYS,
+    "source": _TEXT,
+    **_PLACE,
+    "contract_id": _TEXT,
+    "writer_id": _TEXT,
+    "shard_rank": pa.int16(),
+    "mask": pa.bool_(),
+    "value": pa.float32(),
+    "value_class": _TEXT,
+    "dlogp": pa.float64(),
+    "abs_dlogp": pa.float64(),
+}
+DRIFT = {
+    **_KEYS,
+    **_PLACE,
+    "rollout": pa.float32(),
+    "training": pa.float32(),
+    "dlogp": pa.float64(),
+    "abs_dlogp": pa.float64(),
+    "rho": pa.float64(),
+    "rollout_rank": pa.int64(),
+    "training_rank": pa.int64(),
+    "shard_rank": pa.int16(),
+    "rollout_contract": _TEXT,
+    "training_contract": _TEXT,
+    "turn": pa.int64(),
+    "cached_tokens": pa.int64(),
+    "chunks": pa.int64(),
+    "response_length": pa.int64(),
+}
+OFF_POLICY = {
+    **_KEYS,
+    "rollout_version": _TEXT,
+    "training_version": _TEXT,
+    "lag": pa.int64(),
+    "dlogp": pa.float64(),
+    "abs_dlogp": pa.float64(),
+}
+
+Builder = Callable[[Iterable[History]], pa.Table]
+
+
+def _keys(history: History, sample: Sample, at: npt.NDArray[np.int64]) -> dict[str, Any]:
+    tokens = sample.response_token_ids
+    return {
+        "run_id": history.run_id,
+        "step": sample.step,
+        "sample_id": sample.sample_id,
+        "attempt": sample.attempt,
+        "group_id": sample.group_id,
+        "position": at.astype(np.int32),
+        "token_id": tokens[at].astype(np.uint64) if len(tokens) == len(sample) else None,
+    }
+
+
+def tokens_table(histories: Iterable[History]) -> pa.Table:
+    """One row per (sample, position, source, pass): value, class, mask, token id and where it came from.
+
+    `dlogp` and `abs_dlogp` stand on the training row of a compared token.
+    """
+    out = _Columns(TOKENS)
+    for history in histories:
+        pairing = pair(history)
+        paired = {p.sample.key: p for p in pairing.pairs}
+        others = _other_sources(history, pairing)
+        for sample in pairing.samples:
+            held = {**pairing.series[sample.key], **others.get(sample.key, {})}
+            for source, series in held.items():
+                for one in series:
+                    _token_block(out, history, sample, source, one, paired.get(sample.key))
+    return out.table()
+
+
+def _other_sources(history: History, pairing: Pairing) -> dict[Any, dict[str, list[Series]]]:
+    """Series of reference, teacher and replay scores, by sample key."""
+    by_sample: dict[str, dict[str, list[Any]]] = {}
+    for score in history.scores:
+        if score.source not in SIDES:
+            by_sample.setdefault(score.sample_id, {}).setdefault(score.source, []).append(score)
+    out: dict[Any, dict[str, list[Series]]] = {}
+    for sample in pairing.samples:
+        for source, scores in by_sample.get(sample.sample_id, {}).items():
+            out.setdefault(sample.key, {})[source] = assemble(history, sample, source, scores).series
+    return out
+
+
+def _token_block(
+    out: _Columns, history: History, sample: Sample, source: str, series: Series, paired: PairedSample | None
+) -> None:
+    at = np.flatnonzero(series.present)
+    first = series.first
+    codes = classes.own_classes(series.values, series.recorded)
+    drift = np.full(len(sample), np.nan)
+    if paired is not None and (series is paired.rollout_series or series is paired.training_series):
+        codes = getattr(paired, f"{source}_class") if source in SIDES else codes
+        if source == "training":
+            where = paired.compared
+            drift[where] = paired.training[where].astype(np.float64) - paired.rollout[where]
+    values = _keys(history, sample, at) | {
+        "source": source,
+        "engine": sample.engine if source == "rollout" else None,
+        "weight_version": first.weight_version,
+        "pass_id": first.pass_id,
+        "layout_id": first.layout_id,
+        "contract_id": first.contract_id,
+        "writer_id": first.writer_id,
+        "shard_rank": series.rank[at],
+        "mask": sample.loss_mask[at].astype(np.bool_),
+        "value": series.values[at],
+        "value_class": codes[at],
+        "dlogp": drift[at],
+        "abs_dlogp": np.abs(drift[at]),
+    }
+    out.block(len(at), values)
+
+
+def drift_table(histories: Iterable[History]) -> pa.Table:
+    """One row per compared token: paired, active and finite on both sides."""
+    out = _Columns(DRIFT)
+    for history in histories:
+        pairing = pair(history)
+        for p in pairing.pairs:
+            at = np.flatnonzero(p.compared)
+            for version in np.unique(p.version[at]).tolist():
+                _drift_block(out, pairing, p, at[p.version[at] == version], version)
+    return out.table()
+
+
+def _drift_block(out: _Columns, pairing: Pairing, p: PairedSample, at: npt.NDArray[np.int64], version: int) -> None:
+    sample, writers = p.sample, pairing.history.writers
+    rollout, training = p.rollout_series.first, p.training_series.first
+    d = p.training[at].astype(np.float64) - p.rollout[at]
+    values = _keys(pairing.history, sample, at) | {
+        "engine": sample.engine,
+        "weight_version": pairing.versions[version] if version >= 0 else None,
+        "pass_id": p.pass_id,
+        "layout_id": p.layout_id,
+        "rollout": p.rollout[at],
+        "training": p.training[at],
+        "dlogp": d,
+        "abs_dlogp": np.abs(d),
+        "rho": np.exp(np.clip(d, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)),
+        "rollout_rank": writers.get(rollout.writer_id, {}).get("rank"),
+        "training_rank": writers.get(training.writer_id, {}).get("rank"),
+        "shard_rank": p.rank[at],
+        "rollout_contract": rollout.contract_id,
+        "training_contract": training.contract_id,
+        "turn": sample.dims.get("turn"),
+        "cached_tokens": sample.cache.get("cached_tokens"),
+        "chunks": len(sample.chunks) or None,
+        "response_length": len(sample),
+    }
+    out.block(len(at), values)
+
+
+def off_policy_table(histories: Iterable[History]) -> pa.Table:
+    """One row per active token whose training pass has another weight version."""
+    out = _Columns(OFF_POLICY)
+    for history in histories:
+        for row in pair(history).off_policy:
+            values = _keys(history, row.sample, row.positions) | {
+                "rollout_version": row.rollout_version,
+                "training_version": row.training_version,
+                "lag": row.lag,
+                "dlogp": row.dlogp,
+                "abs_dlogp": np.abs(row.dlogp),
+            }
+            out.block(len(row.positions), values)
+    return out.table()
+
+
+BUILDERS: dict[str, Builder] = {"tokens": tokens_table, "drift": drift_table, "off_policy": off_policy_table}
+NEEDS: Sequence[str] = (
+    "rollout.sample",
+    "logprobs",
+    "writer.opened",
+    "weights.published",
+    "batch.layout",
+    "contract.declared",
+)
+"""Event types the token views are built from; other segments are not read."""
