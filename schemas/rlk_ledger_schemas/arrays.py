@@ -32,6 +32,8 @@ ITEMSIZE = {
 _TYPECODE = {"uint8": "B", "int32": "i", "float32": "f", "int64": "q", "uint64": "Q", "float64": "d"}
 _NUMPY_CODE = {"uint8": "|u1", "int32": "<i4", "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8"}
 _RANGE = {"uint8": (0, 255), "int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint64": (0, 2**64 - 1)}
+_numpy_dtype: dict[str, Any] = {}
+"""The dtype object numpy was last seen to use for a wire dtype; numpy shares one object per native type."""
 _FLOAT32_MAX = 3.4028235677973366e38
 _INTEGERS = frozenset(_RANGE)
 
@@ -73,9 +75,13 @@ def to_array(value: Any, dtype: str, where: str) -> Array:
     kind = type(value)
     if kind is list or kind is tuple:
         return Array(dtype, _from_sequence(value, dtype, where))
-    code = getattr(getattr(value, "dtype", None), "str", None)
+    have = getattr(value, "dtype", None)
+    if have is not None and have is _numpy_dtype.get(dtype) and value.ndim == 1:
+        return Array(dtype, value.tobytes())
+    code = getattr(have, "str", None)
     if code is not None:  # a numpy array: torch dtypes have no `str`
         if code == _NUMPY_CODE[dtype] and value.ndim == 1:
+            _numpy_dtype[dtype] = have
             return Array(dtype, value.tobytes())
         return Array(dtype, _from_numpy(value, dtype, where))
     if hasattr(value, "detach"):

@@ -8,6 +8,7 @@
 All integers are little-endian. The envelope is hashed as the recorder wrote it.
 """
 
+import functools
 import hashlib
 import struct
 from typing import Any
@@ -29,11 +30,10 @@ def encode_payload(envelope: bytes, arrays: dict[str, Array]) -> bytes:
     if not arrays:
         return _U32.pack(len(envelope)) + envelope + _NO_ARRAYS
     parts = [_U32.pack(len(envelope)), envelope, _U16.pack(len(arrays))]
-    for name in sorted(arrays):
+    for name in sorted(arrays) if len(arrays) > 1 else arrays:
         array = arrays[name]
-        parts.append(_head(name, array.dtype))
-        parts.append(_U64.pack(len(array.data)))
-        parts.append(array.data)
+        data = array.data
+        parts += (_head(name, array.dtype), _U64.pack(len(data)), data)
     return b"".join(parts)
 
 
@@ -79,6 +79,7 @@ def decode_envelope(envelope: bytes) -> dict[str, Any]:
     return fields
 
 
+@functools.lru_cache(1024)
 def _head(name: str, dtype: str) -> bytes:
     n, d = name.encode(), dtype.encode()
     return bytes((len(n),)) + n + bytes((len(d),)) + d

@@ -6,7 +6,7 @@ Two ways lead to the same bytes. `record("logprobs", sample_id=..., values=...)`
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -66,8 +66,13 @@ class EventType(msgspec.Struct, frozen=True):
     wire: type[msgspec.Struct]
     names: frozenset[str]
     arrays: Mapping[str, ArraySpec]
+    plan: tuple[tuple[str, str, str], ...]
+    """(name, wire dtype, name in errors) of every array that is a field of its own."""
+    nested: tuple[tuple[str, str, str, str, str], ...]
+    """(name, parent field, key, wire dtype, name in errors) of every array inside a mapping field."""
     required_arrays: tuple[str, ...]
-    nested: tuple[str, ...]
+    check: Callable[[Any, Arrays], None] | None
+    """Relations inside one event, for the types that have any."""
 
 
 REGISTRY: dict[str, EventType] = {}
@@ -81,12 +86,26 @@ def register(cls: type[Event]) -> type[Event]:
             continue
         fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
     wire = msgspec.defstruct(
-        cls.__name__ + "Wire", fields, frozen=True, kw_only=True, tag_field="type", tag=cls.TYPE, omit_defaults=True
+        cls.__name__ + "Wire",
+        fields,
+        frozen=True,
+        kw_only=True,
+        tag_field="type",
+        tag=cls.TYPE,
+        omit_defaults=True,
+        forbid_unknown_fields=True,
     )
-    names = frozenset(f[0] for f in fields) - frozenset(ASSIGNED) | frozenset(cls.ARRAYS)
-    nested = tuple(sorted(name for name in cls.ARRAYS if "." in name))
-    required = tuple(name for name, spec in cls.ARRAYS.items() if spec.required)
-    REGISTRY[cls.TYPE] = EventType(cls, wire, names, cls.ARRAYS, required, nested)
+    where = {name: (spec.dtype, f"{cls.TYPE}.{name}") for name, spec in cls.ARRAYS.items()}
+    REGISTRY[cls.TYPE] = EventType(
+        public=cls,
+        wire=wire,
+        names=frozenset(f[0] for f in fields) - frozenset(ASSIGNED) | frozenset(cls.ARRAYS),
+        arrays=cls.ARRAYS,
+        plan=tuple((name, *where[name]) for name in cls.ARRAYS),
+        nested=tuple((n, n.split(".")[0], n.split(".")[1], *where[n]) for n in sorted(cls.ARRAYS) if "." in n),
+        required_arrays=tuple(name for name, spec in cls.ARRAYS.items() if spec.required),
+        check=cls.check_lengths if "check_lengths" in vars(cls) else None,
+    )
     return cls
 
 
@@ -100,10 +119,18 @@ def check_fields(type_name: str, fields: dict[str, Any], assigned: dict[str, Any
 
     `assigned` holds what the recorder adds (sequence number, clocks, run and writer id). Raises EventError.
     """
-    kind = lookup(type_name)
-    arrays = take_arrays(kind, type_name, fields)
-    wire = convert(kind, type_name, fields, assigned)
-    kind.public.check_lengths(wire, arrays)
+    kind = REGISTRY.get(type_name) or lookup(type_name)
+    arrays = take_arrays(kind, type_name, fields) if kind.plan else {}
+    try:
+        # The wire Struct forbids unknown fields; fields that the recorder assigns would vanish in the merge instead.
+        merged = {**fields, **assigned}
+        if len(merged) != len(fields) + len(assigned):
+            raise TypeError
+        wire = msgspec.convert(merged, kind.wire)
+    except (msgspec.ValidationError, TypeError):
+        wire = convert(kind, type_name, fields, assigned)
+    if kind.check is not None:
+        kind.check(wire, arrays)
     return wire, arrays
 
 
@@ -118,17 +145,16 @@ def lookup(type_name: str) -> EventType:
 def take_arrays(kind: EventType, type_name: str, fields: dict[str, Any]) -> Arrays:
     """Moves the array fields of `fields` (changed in place) into a dict of Arrays in wire dtype."""
     arrays: Arrays = {}
-    for name, spec in kind.arrays.items():
+    for name, dtype, where in kind.plan:
         if name in fields:
             value = fields.pop(name)
             if value is not None:
-                arrays[name] = to_array(value, spec.dtype, f"{type_name}.{name}")
-    for name in kind.nested:
-        parent, _, leaf = name.partition(".")
+                arrays[name] = to_array(value, dtype, where)
+    for name, parent, key, dtype, where in kind.nested:
         inner = fields.get(parent)
-        if isinstance(inner, Mapping) and inner.get(leaf) is not None:
-            fields[parent] = {k: v for k, v in inner.items() if k != leaf}
-            arrays[name] = to_array(inner[leaf], kind.arrays[name].dtype, f"{type_name}.{name}")
+        if inner is not None and isinstance(inner, Mapping) and inner.get(key) is not None:
+            fields[parent] = {k: v for k, v in inner.items() if k != key}
+            arrays[name] = to_array(inner[key], dtype, where)
     for name in kind.required_arrays:
         if name not in arrays:
             raise EventError(f"{type_name}: `{name}` is required and missing.")
@@ -136,14 +162,10 @@ def take_arrays(kind: EventType, type_name: str, fields: dict[str, Any]) -> Arra
 
 
 def convert(kind: EventType, type_name: str, fields: dict[str, Any], assigned: dict[str, Any]) -> Any:
-    """The wire Struct of array-free `fields`; numpy and torch scalars are accepted as plain numbers."""
+    """The wire Struct of array-free `fields`, slowly: numpy and torch scalars become numbers, errors get names."""
     if not fields.keys() <= kind.names:
         unknown = min(fields.keys() - kind.names)
         raise EventError(f"{type_name} has no field {unknown!r}{_nearest(unknown, kind.names)}.")
-    try:
-        return msgspec.convert({**fields, **assigned}, kind.wire)
-    except (msgspec.ValidationError, TypeError):
-        pass
     try:
         return msgspec.convert({**_plain(fields), **assigned}, kind.wire)
     except (msgspec.ValidationError, TypeError) as error:

@@ -120,10 +120,14 @@ class RolloutSample(Event, frozen=True, kw_only=True):
     @classmethod
     def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
         n = len(arrays["response_token_ids"])
-        for name in ("loss_mask", "kept_mass"):
-            if name in arrays and len(arrays[name]) != n:
-                raise EventError(f"rollout.sample: `{name}` has {len(arrays[name])} entries for {n} response tokens.")
-        if arrays["loss_mask"].data.strip(b"\0\1"):
+        mask = arrays["loss_mask"].data
+        if len(mask) != n:
+            raise EventError(f"rollout.sample: `loss_mask` has {len(mask)} entries for {n} response tokens.")
+        if "kept_mass" in arrays and len(arrays["kept_mass"]) != n:
+            raise EventError(
+                f"rollout.sample: `kept_mass` has {len(arrays['kept_mass'])} entries for {n} response tokens."
+            )
+        if mask.translate(None, b"\0\1"):
             raise EventError("rollout.sample: `loss_mask` must hold 0 and 1 only.")
         for span in wire.weight_spans or ():
             if not span.start <= span.end <= n:
@@ -193,9 +197,9 @@ class Logprobs(Event, frozen=True, kw_only=True):
                 f"logprobs: `source` must be one of {', '.join(sorted(_SOURCES))} or replay:<scorer>, "
                 f"got {wire.source!r}."
             )
-        n = len(arrays["values"])
         if len(arrays) == 1 and wire.shard is None:
             return
+        n = len(arrays["values"])
         for name in ("value_class", "entropy", "partials.max", "partials.sum_exp", "partials.target_logit"):
             if name in arrays and len(arrays[name]) != n:
                 raise EventError(f"logprobs: `{name}` has {len(arrays[name])} entries for {n} values.")
