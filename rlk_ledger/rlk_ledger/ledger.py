@@ -19,6 +19,7 @@ from rlk_ledger.store import Missing, Store, open_store
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError, LedgerError
+from rlk_ledger_schemas.fingerprints import sha256
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_receipt, decode_run
 
 if TYPE_CHECKING:
@@ -99,12 +100,18 @@ class Run:
                 shared.add(writer_id)
         return frozenset(shared)
 
+    def _intact(self, segment: SegmentFile) -> bytes:
+        data = self.store.read(segment.path)
+        if sha256(data) != segment.receipt.segment.sha256:
+            raise FormatError("its bytes are not those its receipt describes.")
+        return data
+
     def records(self, types: Collection[str] | None = None) -> Iterator[Record]:
         """The records of the run (of `types`, when given), segment by segment, each (writer, seq) once."""
         seen: set[tuple[str, int]] = set()
         for segment in self.segments(types):
             try:
-                for record in read_records(self.store.read(segment.path), types):
+                for record in read_records(self._intact(segment), types):
                     if record.writer_id in self.shared_writers:
                         if (record.writer_id, record.seq) in seen:
                             continue

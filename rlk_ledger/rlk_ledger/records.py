@@ -159,6 +159,9 @@ def array_names(table: pa.Table) -> dict[str, tuple[str, str]]:
         names = msgspec.json.decode(metadata[ARRAYS_KEY], type=dict[str, tuple[str, str]])
     except (KeyError, msgspec.MsgspecError) as error:
         raise FormatError(f"the segment does not say which columns are arrays ({error}).") from None
+    unknown = {dtype for _, dtype in names.values()} - ITEMSIZE.keys()
+    if unknown:
+        raise FormatError(f"the segment holds arrays of {min(unknown)!r}, which format 1 does not know.")
     return {column: key for column, key in names.items() if column in table.schema.names}
 
 

@@ -9,6 +9,7 @@ depend on how the rows lie in the file.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import TypeCount
 
+GROUPS_KEY = b"rlk_ledger.groups"
 SEGMENT_BYTES = 64 << 20
 """Payload bytes after which a segment is rolled."""
 _GROUP_BYTES = 16 << 20
@@ -48,10 +50,12 @@ def write_segment(records: Iterable[Record]) -> Segment:
     """The segment of `records` (any order, no (writer, seq) twice). Raises FormatError."""
     clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
     ordered = [row.record for row in clustered]
+    groups = list(_groups(clustered))
     table = build_table(ordered)
+    table = table.replace_schema_metadata({**table.schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
-        for start, end in _groups(clustered):
+        for start, end in groups:
             writer.write_table(table.slice(start, end - start), row_group_size=end - start)
     return Segment(sink.getvalue().to_pybytes(), content_root(ordered), _counts(clustered), len(ordered))
 
@@ -90,8 +94,8 @@ def type_counts(records: Iterable[Record]) -> tuple[TypeCount, ...]:
 def _clustered(record: Record) -> _Row:
     fields = decode_envelope(record.envelope)
     step = fields.get("step")
-    known = type(step) is int and 0 <= step < LIMIT
-    return _Row(fields["type"], step if known else -1, record.writer_id, record.seq, record)
+    known = step if type(step) is int and 0 <= step < LIMIT else -1
+    return _Row(fields["type"], known, record.writer_id, record.seq, record)
 
 
 def _size(record: Record) -> int:
@@ -114,6 +118,17 @@ def _groups(clustered: Sequence[_Row]) -> Iterator[tuple[int, int]]:
         filled += size
     if sizes:
         yield start, len(sizes)
+
+
+def _group_types(clustered: Sequence[_Row], groups: Sequence[tuple[int, int]]) -> bytes:
+    """Per row group the types it holds, as JSON: the index by which a reader of some types skips the rest."""
+    return msgspec.json.encode([sorted({row.type for row in clustered[start:end]}) for start, end in groups])
+
+
+def group_types(records: Iterable[Record]) -> bytes:
+    """What GROUPS_KEY of the segment of `records` must hold."""
+    clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
+    return _group_types(clustered, list(_groups(clustered)))
 
 
 def _counts(clustered: Sequence[_Row]) -> tuple[TypeCount, ...]:
@@ -143,13 +158,10 @@ def _options(table: pa.Table) -> dict[str, object]:
 
 
 def _groups_of(file: pq.ParquetFile, types: Collection[str]) -> list[int]:
-    index = file.schema_arrow.get_field_index("type")
-    if index < 0:
-        raise FormatError("the segment has no column `type`.")
-    out = []
-    for group in range(file.num_row_groups):
-        statistics = file.metadata.row_group(group).column(index).statistics
-        known = statistics is not None and statistics.has_min_max
-        if not known or any(statistics.min <= name <= statistics.max for name in types):
-            out.append(group)
-    return out
+    """The row groups that hold `types`. Statistics would say so too, but reading those of a damaged file may abort."""
+    try:
+        groups = msgspec.json.decode((file.schema_arrow.metadata or {})[GROUPS_KEY], type=list[list[str]])
+    except (KeyError, msgspec.MsgspecError):
+        raise FormatError("the Parquet file is not a segment of format 1.") from None
+    wanted = set(types)
+    return [i for i, held in enumerate(groups) if wanted.intersection(held) and i < file.num_row_groups]

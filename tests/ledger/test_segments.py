@@ -150,5 +150,5 @@ def test_a_foreign_parquet_file_is_refused(tmp_path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
     with pytest.raises(FormatError, match="not a segment of format 1"):
         list(rows(pq.read_table(tmp_path / "x.parquet")))
-    with pytest.raises(FormatError, match="no column `type`"):
+    with pytest.raises(FormatError, match="not a segment of format 1"):
         read_segment((tmp_path / "x.parquet").read_bytes(), {"gap"})

@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 from rlk_ledger import layout
 from rlk_ledger.chain import writer_ranges
 from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
-from rlk_ledger.segments import content_root, read_segment, type_counts, write_segment
+from rlk_ledger.segments import GROUPS_KEY, content_root, group_types, read_segment, type_counts, write_segment
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
+from rlk_ledger.verify.footer import chunks, footer_start, pages
 from rlk_ledger_schemas.codec import decode_envelope, leaf_hash
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import Receipt, WriterRange
@@ -54,10 +55,7 @@ def _changed(path: str, data: bytes, receipt: Receipt) -> Finding:
         what = "cut short" if len(data) < size else "longer"
         text = f"{what}: {len(data)} bytes, the receipt says {size}"
         return finding("segment.changed", path, text, byte=min(len(data), size), **_span(receipt))
-    where = _rewritten(data, receipt) or _damaged_page(data)
-    if where is None:
-        return finding("segment.changed", path, "its SHA-256 is not the receipt's", **_span(receipt))
-    start, end, text = where
+    start, end, text = _rewritten(data, receipt) or _damaged_page(data)
     return finding("segment.changed", path, text, byte=start, end_byte=end, **_span(receipt))
 
 
@@ -67,30 +65,34 @@ def _rewritten(data: bytes, receipt: Receipt) -> tuple[int, int, str] | None:
         again = write_segment(list(rows(read_segment(data, checksums=True)))).data
     except (FormatError, pa.ArrowException):
         return None
+    footer = footer_start(data)
     if f"sha256:{hashlib.sha256(again).hexdigest()}" != receipt.segment.sha256 or len(again) != len(data):
-        return None
+        same = again[:footer] == data[:footer]
+        return (footer, len(data), "the footer was changed, every page is as written") if same else None
     differing = np.flatnonzero(np.frombuffer(again, np.uint8) != np.frombuffer(data, np.uint8))
     first, last = int(differing[0]), int(differing[-1])
     return first, last + 1, f"{len(differing)} bytes were changed, the events still decode"
 
 
-def _damaged_page(data: bytes) -> tuple[int, int, str] | None:
-    """The first column chunk whose pages do not pass their checksums, or the footer."""
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little") if len(data) >= 12 else 0
+def _damaged_page(data: bytes) -> tuple[int, int, str]:
+    """The first page that does not pass its checksum, or the footer, or the whole file when neither tells."""
+    start = footer_start(data)
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        listed = chunks(data)
+    except ValueError:
+        listed = []
+    for page in pages(data):
+        if not page.intact:
+            column = next((c.column for c in listed if c.start <= page.start < c.end), None)
+            text = "a page fails its checksum" + (f", in column `{column}`" if column else "")
+            return page.start, page.end, text
+    try:
+        pq.ParquetFile(pa.BufferReader(data))
     except (pa.ArrowException, OSError, ValueError):
-        return max(footer, 0), len(data), "the footer does not decode"
-    for group in range(file.num_row_groups):
-        for column in range(file.metadata.num_columns):
-            chunk = file.metadata.row_group(group).column(column)
-            try:
-                file.read_row_group(group, columns=[chunk.path_in_schema], use_threads=False)
-            except (pa.ArrowException, OSError, ValueError):
-                start = chunk.dictionary_page_offset or chunk.data_page_offset
-                text = f"column `{chunk.path_in_schema}` of row group {group} fails its page checksum"
-                return start, start + chunk.total_compressed_size, text
-    return None
+        listed = []
+    if not listed:
+        return start, len(data), "the footer does not parse"
+    return 0, len(data), "a page header or the footer was changed; the data of every page passes its checksum"
 
 
 # -- the events ----------------------------------------------------------------------------------------------------
@@ -146,6 +148,8 @@ def _check_projections(path: str, table: pa.Table, records: Sequence[Record]) ->
     if table.schema.names != expected.schema.names or array_names(table) != array_names(expected):
         yield finding("projection.differs", path, "the segment has other columns than its events give it")
         return
+    if (table.schema.metadata or {}).get(GROUPS_KEY) != group_types(records):
+        yield finding("projection.differs", path, "its list of types per row group is not that of its events")
     for name in PROJECTIONS:
         have, want = table[name], expected[name]
         if have.type != want.type:
