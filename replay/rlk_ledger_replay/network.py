@@ -46,6 +46,7 @@ class Network:
         self.config = checkpoint.config
         self.numerics = numerics
         config, tensors = checkpoint.config, checkpoint.tensors
+        self.parameters = sum(tensor.numel() for tensor in tensors.values())
         compute = torch_dtype(numerics.compute)
         self.embedding_VH = tensors["model.embed_tokens.weight"].to(compute)
         self.layers = tuple(_layer(checkpoint, index, numerics) for index in range(config.layers))

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, Chunk, plan_attention
-from rlk_ledger_kernels.probe import Admission
+from rlk_ledger_kernels.probe import Admission, using_threads
 from rlk_ledger_replay.network import Network
+
+SMALL_WORK = 1 << 26
+"""Rows times parameters below which one thread is used: waking others costs more, and the bits are the same."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class Session:
         positions_P = torch.zeros_like(ids_P)
         torch.cat([self._samples[s.sample].ids_T[s.first : s.first + s.count] for s in spans], out=ids_P[: plan.rows])
         torch.cat([torch.arange(s.first, s.first + s.count) for s in spans], out=positions_P[: plan.rows])
-        self._score(spans, self._network.forward(ids_P, positions_P, self._caches, plan))
+        work = plan.rows * self._network.parameters
+        with using_threads(1 if work < SMALL_WORK else self._admission.threads):
+            self._score(spans, self._network.forward(ids_P, positions_P, self._caches, plan))
 
     def _score(self, spans: Sequence[Span], hidden_PH: torch.Tensor) -> None:
         rows: list[torch.Tensor] = []

@@ -26,14 +26,14 @@ NUMERICS = [
     Numerics(),
     Numerics(compute="bfloat16"),
     Numerics(compute="bfloat16", rms_norm="kernel", swiglu="product", temperature=0.7, logits="float32"),
-    *(Numerics(compute=dtype, schedule=s) for s in placebo_schedules(4) for dtype in ("float32", "bfloat16")),
+    *(Numerics(compute=dtype, schedule=s) for s, dtype in zip(placebo_schedules(4), ("float32", "bfloat16") * 2)),
 ]
 LABELS = [f"{n.compute}-{i}" for i, n in enumerate(NUMERICS)]
 
 
 def sample(index: int) -> tuple[list[int], int]:
-    """The index-th of a fixed family of samples, 2 to 300 tokens long."""
-    length = 2 + (index * 7919) % 299
+    """The index-th of a fixed family of samples, 2 to 150 tokens long."""
+    length = 2 + (index * 7919) % 149
     begin = index * 331
     return [256, *TEXT[begin : begin + length - 1]], 1 + (index * 104729) % (length - 1)
 
@@ -44,28 +44,37 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """One thread, since two fight over the cores with whatever else runs; tests of threads ask for two."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("numerics", NUMERICS, ids=LABELS)
-def test_alone_batched_decoded_and_on_one_thread_are_the_same_bits(decoder: Decoder, numerics: Numerics) -> None:
+def test_alone_batched_and_decoded_are_the_same_bits(decoder: Decoder, numerics: Numerics) -> None:
     scorer = decoder.with_numerics(numerics)
     samples = [sample(index) for index in range(37)]
     batch = scorer.prefill_logprobs_batch(samples)
     assert [len(scores) for scores in batch] == [len(ids) - start for ids, start in samples]
-    for index in range(0, 37, 4):
+    for index in range(0, 37, 5):
         assert same_bits(scorer.prefill_logprobs(*samples[index]), batch[index])
     assert all(same_bits(a, b) for a, b in zip(reversed(scorer.prefill_logprobs_batch(samples[::-1])), batch))
-    short = [index for index, (ids, start) in enumerate(samples) if len(ids) - start < 60]
+    short = [index for index, (ids, start) in enumerate(samples) if len(ids) - start < 40]
     decoded = scorer.decode_logprobs_batch([samples[index] for index in short])
     assert len(short) > 8
     assert all(same_bits(scores, batch[index]) for scores, index in zip(decoded, short))
-    torch.set_num_threads(1)
-    assert all(same_bits(a, b) for a, b in zip(scorer.prefill_logprobs_batch(samples), batch))
+
+
+@pytest.mark.parametrize("numerics", NUMERICS[:4], ids=LABELS[:4])
+def test_two_threads_give_the_bits_of_one(decoder: Decoder, numerics: Numerics) -> None:
+    scorer = decoder.with_numerics(numerics)
+    samples = [sample(index) for index in range(5)]
+    one = scorer.prefill_logprobs_batch(samples)
+    torch.set_num_threads(2)
+    assert scorer.admission().threads == 2
+    assert all(same_bits(a, b) for a, b in zip(scorer.prefill_logprobs_batch(samples), one))
 
 
 @pytest.mark.parametrize("numerics", NUMERICS[:2], ids=LABELS[:2])
@@ -119,23 +128,6 @@ def test_split_k_by_shape_in_the_decoder_is_caught(monkeypatch: pytest.MonkeyPat
     broken = Decoder.load(MODEL)
     ids = [256, *TEXT[:120]]
     assert not same_bits(broken.decode_logprobs(ids, 20), broken.prefill_logprobs(ids, 20))
-
-
-def test_torch_silu_in_the_decoder_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: silu over whatever slice is at hand; its scalar tail lands on other elements in another batch."""
-
-    def sliced_silu(gate: torch.Tensor, up: torch.Tensor, _: object) -> torch.Tensor:
-        flat = gate.reshape(-1)
-        cut = flat.numel() - flat.shape[0] % 1000 - 5
-        return (
-            torch.cat((torch.nn.functional.silu(flat[:cut]), torch.nn.functional.silu(flat[cut:]))).view_as(gate) * up
-        )
-
-    monkeypatch.setattr(network, "swiglu", sliced_silu)
-    samples = [sample(index) for index in range(8)]
-    batch = decoder.prefill_logprobs_batch(samples)
-    alone = [decoder.prefill_logprobs(*each) for each in samples]
-    assert not all(same_bits(a, b) for a, b in zip(alone, batch))
 
 
 def test_scoring_leaves_the_weights_untouched(decoder: Decoder) -> None:
