@@ -111,10 +111,10 @@ def _open(url: str | os.PathLike[str] | None, options: Options, parent_writer: s
     with _lock:
         config = None if disabled() else load_config(url, parent_writer=parent_writer, **options)
         if config is None or not config.recording:
-            close("reinit")
+            close("reinit", timeout=0)
             _current = NOTHING
             return NOTHING
-        close("reinit")
+        close("reinit", timeout=0)
         recorder = Recorder(config)
         _current = recorder
         named = f"{config.spool_named}:{config.spool}" if config.spool_named else str(config.spool)

@@ -58,7 +58,7 @@ class Durability:
         if level == "spooled" or seq < 0:
             return self._marks(seq, read_status(self._directory))
         deadline = time.monotonic() + timeout
-        expected = self._ask(seq)
+        expected = self.ask(seq)
         pause = 0.002
         while True:
             status = read_status(self._directory)
@@ -71,7 +71,8 @@ class Durability:
             pause = min(pause * 1.5, 0.05)
             expected = self.ensure_shipper()
 
-    def _ask(self, seq: int) -> bool:
+    def ask(self, seq: int) -> bool:
+        """Ships inline, or asks the shipper to ship up to `seq` now; returns whether waiting can help."""
         hooks = installed()
         if self._config.shipper == "inline" and hooks is not None:
             try:

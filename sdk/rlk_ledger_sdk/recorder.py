@@ -372,8 +372,12 @@ class Recorder:
     def _wait_for_shipper(self, timeout: float) -> None:
         if self.config.shipper == "off":
             return
+        last = self._spool.at[1] - 1
         try:
-            self._durability.wait("committed", self._spool.at[1] - 1, timeout)
+            if timeout > 0 or self.config.shipper == "inline":
+                self._durability.wait("committed", last, timeout)
+            else:
+                self._durability.ask(last)
         except FlushTimeout as error:
             self._warn("close", "", str(error))
         except Exception as error:
