@@ -108,11 +108,13 @@ def overall(found: Columns) -> Drift:
 
 def by_step(found: Columns) -> list[StepDrift]:
     """Every metric of every step, in step order."""
-    return [StepDrift(None if step < 0 else int(step), _of_step(found, step)) for step in np.unique(found.step)]
+    order = np.argsort(found.step, kind="stable")
+    known, starts = np.unique(found.step[order], return_index=True)
+    parts = np.split(order, starts[1:])
+    return [StepDrift(None if step < 0 else step, _at(found, at)) for step, at in zip(known.tolist(), parts)]
 
 
-def _of_step(found: Columns, step: np.int64) -> Drift:
-    at = found.step == step
+def _at(found: Columns, at: npt.NDArray[np.int64]) -> Drift:
     left, right = found.classes
     return measure(
         found.rollout[at],

@@ -1,8 +1,8 @@
 """The figures of a report: drift over steps, the distribution of d, measured intervals, the weight timeline."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -19,10 +19,11 @@ SERIES = (("mean", "abs_dlogp_mean"), ("rms", "dlogp_rms"), ("p99", "abs_dlogp_p
 _LOG_FROM = 20.0
 """From this ratio of the largest to the smallest value on, the step figure is logarithmic."""
 _MARKERS_TO = 60
+POINTS = 400
 _LANES, _VERSIONS = 12, 120
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Frame:
     """A plot's inner box in pixels."""
 
@@ -32,7 +33,7 @@ class Frame:
     bottom: float
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Measured:
     """One row of an interval figure."""
 
@@ -43,12 +44,24 @@ class Measured:
 
 
 def steps(rows: Sequence[StepDrift], floor: Interval | None) -> Markup | None:
-    """Mean, RMS and p99 of abs(d) by step, the drift's noise floor as a band; None where no step was measured."""
-    shown = [row for row in rows if row.drift.values and row.step is not None]
-    if not shown:
+    """Mean, RMS and p99 of abs(d) by step, the drift's noise floor as a band; None where no step was measured.
+
+    Of more than POINTS steps the highest value of every so many neighbours is drawn.
+    """
+    measured = [row for row in rows if row.drift.values and row.step is not None]
+    if not measured:
         return None
+    size = math.ceil(len(measured) / POINTS)
+    shown = measured if size == 1 else [_highest(measured[i : i + size]) for i in range(0, len(measured), size)]
     label = "Absolute difference of log-probabilities by step: mean, root mean square and 99th percentile"
     return svg.figure(lambda width: _steps(shown, floor, width), label)
+
+
+def _highest(rows: Sequence[StepDrift]) -> StepDrift:
+    """The rows as one, under the first row's step, with the highest value of every metric drawn."""
+    values = {name: max((row.drift.values[name] or 0.0) for row in rows) for _, name in SERIES}
+    tokens = sum(row.drift.tokens for row in rows)
+    return StepDrift(rows[0].step, dataclasses.replace(rows[0].drift, tokens=tokens, values={**values}))
 
 
 def _steps(rows: Sequence[StepDrift], floor: Interval | None, width: int) -> tuple[int, str]:

@@ -19,6 +19,8 @@ from rlk_ledger_replay.report.gather import Report, commands
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.metrics import METRICS
 
+ROWS = 400
+"""Rows a table shows; where there are more, the newest."""
 _FIRST = (
     ("abs_dlogp_mean", "mean |d|"),
     ("abs_dlogp_p99", "p99 |d|"),
@@ -47,6 +49,8 @@ def render(report: Report) -> str:
         metrics=[(name, METRICS[name], metric(name, value)) for name, value in report.drift.values.items()],
         arm_metrics=_ARM_METRICS,
         shown_levels=splits.LEVELS,
+        shown=ROWS,
+        points=figures.POINTS,
         links=report.lead.links(),
         commands=commands(report),
         **_figures(report),
@@ -128,7 +132,7 @@ def _data(report: Report) -> Any:
             for one in report.lead.findings
         ],
         "drift": report.drift.to_dict(),
-        "steps": [{"step": one.step, **one.drift.to_dict()} for one in report.steps],
+        "steps": [{"step": one.step, **one.drift.to_dict()} for one in report.steps[-ROWS:]],
     }
     return Markup(inert_json(document))
 

@@ -317,3 +317,16 @@ def test_dimensions_that_separate_the_same_tokens_are_one(make: Any, sides: Any,
 
 def test_a_share_of_nothing_has_no_sign() -> None:
     assert Interval(-0.001, -0.012, 0.004).share == "0% [-1%, 0%]"
+
+
+def test_thousands_of_steps_stay_a_small_page(make: Any, sides: Any, sample: Any) -> None:
+    events = sides()
+    for step in range(1000):
+        events += sample(f"s{step}", step, [65, 66], [1, 1], [-1.0, -2.0], [-1.0 + 0.5 * (step == 777), -2.01])
+    html = render(gather(make(events), "run-1"))
+    assert len(html) < 800_000
+    page = Page(html)
+    assert page.data["steps"][-1]["step"] == 999
+    assert "The last 400 of 1,000 are shown" in page.words
+    peak = max(one["metrics"]["abs_dlogp_mean"] for one in page.data["steps"])
+    assert f"{peak:.3f}" in next(line for line in page.text if line.startswith("step 777: mean"))
