@@ -41,7 +41,7 @@ class Schedule:
     k_order: KOrder = "ascending"
     kv_order: TileOrder = "forward"
     vocab_order: TileOrder = "forward"
-    row_tiles: tuple[int, ...] = (16, 128, 512)
+    row_tiles: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
 
     def __post_init__(self) -> None:
         """Refuse what no backend could keep."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rlk_ledger_kernels.errors import OperandError
-from rlk_ledger_kernels.probe import Admission, admit, using_threads
+from rlk_ledger_kernels.probe import Admission, admit
 from rlk_ledger_kernels.registry import Decision, resolve
 from rlk_ledger_replay.checkpoint import Checkpoint, checked_tensors, load_checkpoint, parse_config
 from rlk_ledger_replay.network import Network, shapes_in_use, with_row_tiles
@@ -29,7 +29,9 @@ from rlk_ledger_replay.session import Sample, Session, Span
 TokenIds: TypeAlias = "Sequence[int] | torch.Tensor"
 
 ROWS_PER_PASS = 1024
-"""Rows of one forward pass over a batch: bounds memory, keeps activations in cache, changes no bit."""
+ROWS_PER_DECODE = 8192
+"""Cached rows of a batch that is prefilled (small keeps activations in cache) or decoded (large has more samples to a
+step). Both bound memory and change no bit."""
 
 _OPERATORS = ("embedding", "rms_norm", "linear", "rope", "attention", "swiglu", "selected_logprob")
 
@@ -77,7 +79,7 @@ class Decoder:
     def prefill_logprobs_batch(self, samples: Sequence[tuple[TokenIds, int]]) -> list[torch.Tensor]:
         """Score many samples, packed without padding; the bits are those of one at a time. Raises OperandError."""
         scores: list[torch.Tensor] = []
-        for session in self._sessions(samples):
+        for session in self._sessions(samples, ROWS_PER_PASS):
             session.prefill()
             scores += session.scores()
         return scores
@@ -89,7 +91,7 @@ class Decoder:
     def decode_logprobs_batch(self, samples: Sequence[tuple[TokenIds, int]]) -> list[torch.Tensor]:
         """Decode many samples side by side, each for as long as it lasts; the bits are those of one at a time."""
         scores: list[torch.Tensor] = []
-        for session in self._sessions(samples):
+        for session in self._sessions(samples, ROWS_PER_DECODE):
             session.decode()
             scores += session.scores()
         return scores
@@ -100,29 +102,28 @@ class Decoder:
         boundaries: rising positions in 1..T-2; each begins a chunk that reads earlier keys from the cache.
         Raises OperandError when they do not rise or lie outside.
         """
-        (session,) = self._sessions([(token_ids, start)])
+        (session,) = self._sessions([(token_ids, start)], ROWS_PER_PASS)
         inputs = len(token_ids) - 1
         edges = [0, *boundaries, inputs]
         if any(later <= earlier for earlier, later in itertools.pairwise(edges)):
             raise OperandError(f"boundaries {list(boundaries)} must rise within 1..{inputs - 1}")
-        with torch.no_grad():
-            for first, end in itertools.pairwise(edges):
-                session.feed([Span(0, first, end - first)])
+        for first, end in itertools.pairwise(edges):
+            session.feed([Span(0, first, end - first)])
         return session.scores()[0]
 
-    def _sessions(self, samples: Sequence[tuple[TokenIds, int]]) -> Iterator[Session]:
-        """One session per group of samples, on the admitted threads and without autograd while it is in use."""
+    def _sessions(self, samples: Sequence[tuple[TokenIds, int]], rows: int) -> Iterator[Session]:
+        """One session per group of samples of at most about `rows` rows together."""
         admission = self.admission()
         network = self._network(admission)
         checked = [self._checked(index, ids, start) for index, (ids, start) in enumerate(samples)]
-        with using_threads(admission.threads), torch.no_grad():
-            for group in _groups(checked):
-                yield Session(network, admission, group)
+        for group in _groups(checked, rows):
+            yield Session(network, admission, group)
 
     def _network(self, admission: Admission) -> Network:
         tiles = admission.row_tiles
         if tiles not in self._networks:
-            self._networks[tiles] = Network(self.checkpoint, with_row_tiles(self.numerics, tiles))
+            with torch.no_grad():
+                self._networks[tiles] = Network(self.checkpoint, with_row_tiles(self.numerics, tiles))
         return self._networks[tiles]
 
     def _checked(self, index: int, token_ids: TokenIds, start: int) -> Sample:
@@ -132,6 +133,8 @@ class Decoder:
             raise OperandError(f"sample {index}: token_ids is not a list of integers ({error})") from None
         if ids_T.dim() != 1 or ids_T.is_floating_point() or ids_T.is_complex() or ids_T.dtype == torch.bool:
             raise OperandError(f"sample {index}: token_ids is {ids_T.dtype} {list(ids_T.shape)}, expected integers [T]")
+        if not hasattr(start, "__index__"):
+            raise OperandError(f"sample {index}: start is {start!r}, expected the length of the prompt")
         length, limit, vocabulary = ids_T.numel(), self.checkpoint.config.positions, self.checkpoint.config.vocabulary
         if not 1 <= start < length:
             raise OperandError(f"sample {index}: start is {start} of {length} tokens; the prompt needs 1..{length - 1}")
@@ -146,15 +149,15 @@ class Decoder:
         return Sample(ids_T.to(torch.int64), int(start))
 
 
-def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Consecutive samples of at most ROWS_PER_PASS rows together (one longer sample is its own group)."""
+def _groups(samples: Sequence[Sample], rows: int) -> Iterator[list[Sample]]:
+    """Consecutive samples of at most `rows` rows together (one longer sample is its own group)."""
     group: list[Sample] = []
-    rows = 0
+    taken = 0
     for sample in samples:
-        if group and rows + sample.inputs > ROWS_PER_PASS:
+        if group and taken + sample.inputs > rows:
             yield group
-            group, rows = [], 0
+            group, taken = [], 0
         group.append(sample)
-        rows += sample.inputs
+        taken += sample.inputs
     if group:
         yield group

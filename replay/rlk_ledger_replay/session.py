@@ -89,7 +89,7 @@ class Session:
         torch.cat([self._samples[s.sample].ids_T[s.first : s.first + s.count] for s in spans], out=ids_P[: plan.rows])
         torch.cat([torch.arange(s.first, s.first + s.count) for s in spans], out=positions_P[: plan.rows])
         work = plan.rows * self._network.parameters
-        with using_threads(1 if work < SMALL_WORK else self._admission.threads):
+        with torch.no_grad(), using_threads(1 if work < SMALL_WORK else self._admission.threads):
             self._score(spans, self._network.forward(ids_P, positions_P, self._caches, plan))
 
     def _score(self, spans: Sequence[Span], hidden_PH: torch.Tensor) -> None:

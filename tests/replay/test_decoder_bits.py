@@ -188,11 +188,13 @@ def test_each_rounding_order_takes_effect_in_bfloat16(decoder: Decoder) -> None:
         ([1.5, 2.0], 1, "expected integers"),
         ([[1, 2], [3, 4]], 1, "expected integers"),
         ("text", 1, "is not a list of integers"),
+        ([1, 2, 3], "1", "start is '1', expected the length of the prompt"),
+        ([1, 2, 3], None, "start is None"),
         ([0] * 513, 1, "513 tokens exceed the model's 512 positions"),
     ],
 )
 def test_wrong_samples_are_refused_in_one_sentence(
-    decoder: Decoder, token_ids: object, start: int, message: str
+    decoder: Decoder, token_ids: object, start: object, message: str
 ) -> None:
     for score in (decoder.prefill_logprobs, decoder.decode_logprobs):
         with pytest.raises(OperandError, match=message):
