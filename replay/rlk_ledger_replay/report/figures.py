@@ -225,7 +225,8 @@ def _intervals(
     parts = []
     for value, label in rules:
         parts.append(element("line", x1=x(value), x2=x(value), y1=frame.top - 6, y2=frame.bottom, class_="edge"))
-        parts.append(text(x(value), frame.top - 11, label, "tick", "middle"))
+        near = "start" if x(value) - frame.left < 60 else "end" if frame.right - x(value) < 60 else "middle"
+        parts.append(text(x(value), frame.top - 11, label, "tick", near))
     for index, row in enumerate(rows):
         parts.append(_interval(row, x, frame, frame.top + gap * index + (gap / 2 if roomy else 34), roomy))
     parts += [text(x(mark), frame.bottom + 18, tick_label(mark), "tick", "middle") for mark in svg.ticks(low, high, 5)]

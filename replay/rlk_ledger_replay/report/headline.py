@@ -14,6 +14,8 @@ WORDS = {
     "not_comparable": "Not comparable",
     "not_applicable": "Not applicable",
 }
+_BY_REPLAY = frozenset({"drift.attributed"})
+"""Findings that say what the verdict's reason says in numbers."""
 _MEANING = {
     "pass": "The two policies agree as far as this arithmetic can.",
     "fail": "Something is wrong in this run.",
@@ -54,17 +56,32 @@ def headline(report: Report) -> Headline:
     """The banner of a report."""
     fields = report.lead.verdict or {}
     verdict = str(fields.get("verdict") or "inconclusive")
-    reason = str(fields.get("reason") or "").strip()
     return Headline(
         verdict=verdict if verdict in WORDS else "inconclusive",
         word=WORDS.get(verdict, verdict),
-        happened=_sentence(reason) if reason else _MEANING.get(verdict, _MEANING["inconclusive"]),
+        happened=_happened(report.lead, verdict),
         sure=_sure(report),
         evidence=_evidence(report),
         next_step=_next(report),
         exit_code=fields.get("exit_code"),
         decision=str(fields.get("decision") or ""),
     )
+
+
+def _happened(lead: Answer, verdict: str) -> str:
+    """The first error the record itself shows, in words, then the verdict's own reason unless it says the same."""
+    reason = str((lead.verdict or {}).get("reason") or "").strip()
+    parts = [_sentence(reason)] if reason else []
+    for finding in lead.findings:
+        known = FINDINGS.get(str(finding.get("finding_id")))
+        if finding.get("severity") != "error" or known is None or finding["finding_id"] in _BY_REPLAY:
+            continue
+        where = finding.get("where")
+        places = ", ".join(f"{name} {value}" for name, value in flat(where)[:3]) if isinstance(where, dict) else ""
+        named = _sentence(f"{known.meaning} ({places})" if places else known.meaning)
+        parts = [named, *(part for part in parts if finding["finding_id"] not in part)]
+        break
+    return " ".join(parts) or _MEANING.get(verdict, _MEANING["inconclusive"])
 
 
 def _sentence(text: str) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from rlk_ledger.ledger import Ledger
-from rlk_ledger.metrics import measure
-from rlk_ledger_replay.report import gather, render
+from rlk_ledger.metrics import Drift, measure
+from rlk_ledger_replay.report import figures, gather, render
 from rlk_ledger_replay.report.answers import Interval
+from rlk_ledger_replay.report.drift import StepDrift
 from rlk_ledger_replay.report.page import inert_json, metric
 from rlk_ledger_schemas.metrics import METRICS
 
@@ -328,5 +330,24 @@ def test_thousands_of_steps_stay_a_small_page(make: Any, sides: Any, sample: Any
     page = Page(html)
     assert page.data["steps"][-1]["step"] == 999
     assert "The last 400 of 1,000 are shown" in page.words
-    peak = max(one["metrics"]["abs_dlogp_mean"] for one in page.data["steps"])
-    assert f"{peak:.3f}" in next(line for line in page.text if line.startswith("step 777: mean"))
+
+
+def test_the_highest_of_many_steps_is_drawn() -> None:
+    calm = Drift("measured", 10, 10, 1, values={"abs_dlogp_mean": 0.1, "dlogp_rms": 0.1, "abs_dlogp_p99": 0.1})
+    wild = replace(calm, values={**calm.values, "abs_dlogp_mean": 0.9})
+    drawn = figures.steps([StepDrift(step, wild if step == 778 else calm) for step in range(1000)], None)
+    line = re.search(r'<path d="([^"]*)" class="line mean"', str(drawn))
+    assert line is not None
+    heights = sorted(float(point.split()[1]) for point in line[1].removeprefix("M").split("L"))
+    assert len(heights) == 334
+    assert heights[0] < 50 < 180 < heights[1]
+
+
+def test_what_happened_names_the_cause_the_record_shows(make: Any, healthy: Any, replayed: Any) -> None:
+    events = replayed("fail")
+    stale = {"finding_id": "weights.not_loaded", "severity": "error", "evidence": {}, "next_step": "Check the sync."}
+    events.insert(-1, ("c", "finding.raised", {**stale, "where": {"engine": "rollout-0", "version": "v3"}}))
+    words = page_of(make([*healthy(steps=1), *events])).words
+    cause = "An engine kept its old weights under a new version (engine rollout-0, version v3)."
+    assert f"Fail {cause} The drift is 0.85 [0.76, 1.12] times its measured noise floor." in words
+    assert "What to do next Check the sync." in words
