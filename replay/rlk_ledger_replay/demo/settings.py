@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     generation_batches: tuple[int, ...] = (12, 4, 10, 6)
     score_batch: int = 5
     threads: int = 1
-    wait_s: float = 120.0
+    wait_s: float = 180.0
 
     def __post_init__(self) -> None:
         if self.fault is not None:
