@@ -33,11 +33,14 @@ def _event(name: str, kind: EventType) -> dict[str, Any]:
         array: {"dtype": spec.dtype, "required": spec.required, "tokens": spec.tokens, "description": spec.doc}
         for array, spec in sorted(kind.arrays.items())
     }
+    schema = msgspec.json.schema(kind.wire)
+    # A recorder refuses unknown fields; readers keep those of a newer writer, and the schema is for readers.
+    schema["$defs"][kind.wire.__name__].pop("additionalProperties", None)
     return {
         "$schema": DIALECT,
         "title": name,
         "description": (kind.public.__doc__ or "").partition("\n")[0],
-        **msgspec.json.schema(kind.wire),
+        **schema,
         "x-arrays": arrays,
     }
 
