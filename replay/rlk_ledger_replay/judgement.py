@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy as np
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger_replay import gates
 from rlk_ledger_replay.arms import ARMS, Arm, ArmName, References, arm_counts, chain, score_arms
-from rlk_ledger_replay.decision import Decision, decide, zero_drift
+from rlk_ledger_replay.decision import FLOOR_MULTIPLE, Decision, decide, zero_drift
 from rlk_ledger_replay.floor import CLIP_HIGH, Floors, clipped_by_noise, floors, noise_statistics
 from rlk_ledger_replay.gates import Gate
-from rlk_ledger_replay.intervals import DRAWS, Floats, Interval, draw
-from rlk_ledger_replay.preparation import Prepared
-from rlk_ledger_replay.scores import Scores, Tokens
+from rlk_ledger_replay.intervals import DRAWS, Draws, Floats, Interval, draw
+from rlk_ledger_replay.preparation import HELD, Prepared
+from rlk_ledger_replay.scores import Float32, Scores, Tokens
 from rlk_ledger_replay.semantics import SIDES, Side
 from rlk_ledger_replay.shares import Shares, moments, shares
 from rlk_ledger_schemas.findings import FINDINGS
@@ -78,6 +78,8 @@ def judge(
     parts = shares(found, draws)
     numeric = decide(parts, measured, arm_counts(every, tokens), determinism=determinism)
     decision, residual = _first(checks, tokens, prepared, numeric, determinism)
+    if HELD in scores.values:
+        decision = _explained_by_weights(decision, scores.values[HELD], e_t, tokens, noise, draws)
     statistics = {side: noise_statistics(part) for side, part in noise.items() if part is not None}
     return Judgement(
         decision=decision,
@@ -105,6 +107,20 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed
     finding_id = "evidence.incomplete" if requested else "replay.failed"
     finding = Finding(finding_id, {"arms": list(ARMS[1:])}, {"reason": reason}, decision.reason)
     return Judgement(decision, tuple(arms), prepared.gates, (finding,), failed=reason if failed else None)
+
+
+def _explained_by_weights(
+    decision: Decision, held_N: Float32, e_t: Floats, tokens: Tokens, noise: Mapping[Side, Floats | None], draws: Draws
+) -> Decision:
+    """The decision with what is left of the rollout's distance once it is scored with the weights it held."""
+    e_r = tokens.rollout_N.astype(np.float64) - held_N
+    left = floors(moments(e_r, e_t, draws), noise["rollout"], noise["training"], draws).multiple_rollout
+    if left is None:
+        return decision
+    told = f"{left.value:.2f} [{left.low:.2f}, {left.high:.2f}] times its floor"
+    cause = ": they are the cause" if left.high <= FLOOR_MULTIPLE else ""
+    extra = f" Scored with the weights its engine held, the rollout side stands at {told}{cause}."
+    return replace(decision, reason=decision.reason + extra)
 
 
 def _noise(scores: Scores, side: Side, reference: References) -> Floats | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlk_ledger.history import History
 from rlk_ledger.ledger import Ledger
@@ -21,6 +23,9 @@ from rlk_ledger_replay.selection import Method, Selection, select
 from rlk_ledger_replay.semantics import SIDES, Declared, Side, declared
 from rlk_ledger_replay.weights import Held, Recorded, find_folder, hold, recorded_versions
 from rlk_ledger_schemas.errors import LedgerError
+
+HELD = "rollout.held"
+"""The pass that scores the rollout's values with the weights its engine really held."""
 
 
 @dataclass(frozen=True)
@@ -58,49 +63,57 @@ def prepare(
     first = select(pairs, request.samples, request.seed, request.method)
     if not first.pairs:
         return Prepared(first, None, dict.fromkeys(SIDES, ()), (), blocked="no token is paired, active and finite")
-    held, missing = _checkpoints(ledger, history, pairing, pairs, first.pairs, request)
-    usable, left_out = _scorable(pairs, held)
+    shelf = _Shelf(ledger, history, pairing, request.weights)
+    shelf.take(_claimed(first.pairs))
+    usable, left_out = _scorable(pairs, shelf.held)
     selection = select(usable, request.samples, request.seed, request.method)
     chosen = selection.pairs or first.pairs
+    shelf.take(_claimed(chosen))
     sides = {side: tuple(_declared(history, pair, side) for pair in chosen) for side in SIDES}
     tokens = compared_tokens(chosen)
-    checks = [
+    unlike = gates.engine_weights(history, [pairing.versions[i] for i in shelf.held])
+    blocked = _blocked(shelf, bool(selection.pairs))
+    swap = [] if blocked is not None else _as_held(unlike, pairing, chosen, tokens, sides, shelf)
+    checks = (
         *gates.comparability(chosen),
-        *gates.checkpoints(held.values()),
-        *gates.engine_weights(history, [pairing.versions[i] for i in held]),
+        *gates.checkpoints(shelf.held.values()),
+        *unlike,
         *gates.evidence(sides, pairing, left_out),
-        *missing,
-    ]
-    blocked = _blocked(held, missing, bool(selection.pairs))
+        *shelf.missing.values(),
+    )
     if blocked is not None:
-        return Prepared(replace(selection, pairs=chosen), tokens, sides, tuple(checks), blocked=blocked)
-    folders = {version: one.folder for version, one in held.items()}
-    return Prepared(selection, tokens, sides, tuple(checks), _passes(sides, request.schedules), folders)
+        return Prepared(replace(selection, pairs=chosen), tokens, sides, checks, blocked=blocked)
+    folders = {version: one.folder for version, one in shelf.held.items()}
+    return Prepared(selection, tokens, sides, checks, (*_passes(sides, request.schedules), *swap), folders)
 
 
-def _checkpoints(
-    ledger: Ledger,
-    history: History,
-    pairing: Pairing,
-    pairs: Sequence[PairedSample],
-    chosen: Sequence[PairedSample],
-    request: Request,
-) -> tuple[dict[int, Held], list[Gate]]:
-    """Checkpoints of every version the chosen samples claim, by version index, and gates for those not to be had."""
-    events = [
-        {"type": f.type, **f.fields} for kind in ("weights.published", "weights.loaded") for f in history.of(kind)
-    ]
-    recorded = recorded_versions(events)
-    held: dict[int, Held] = {}
-    missing: list[Gate] = []
-    for index in sorted({int(v) for pair in chosen for v in pair.version[pair.compared] if v >= 0}):
-        version = pairing.versions[index]
-        wanted = recorded.get(version, Recorded(version))
-        try:
-            held[index] = hold(wanted, find_folder(wanted, ledger.url, request.weights))
-        except (LedgerError, CheckpointError) as error:
-            missing.append(Gate(f"weights.digest.{version}", "unknown", str(error), {"version": version}))
-    return held, missing
+class _Shelf:
+    """The checkpoints read so far, by version index, and a gate for each version that is not to be had."""
+
+    def __init__(self, ledger: Ledger, history: History, pairing: Pairing, template: str | None) -> None:
+        kinds = ("weights.published", "weights.loaded")
+        self._recorded = recorded_versions({"type": f.type, **f.fields} for kind in kinds for f in history.of(kind))
+        self._versions, self._url, self._template = pairing.versions, ledger.url, template
+        self.held: dict[int, Held] = {}
+        self.missing: dict[int, Gate] = {}
+
+    def take(self, wanted: Iterable[int]) -> None:
+        """Reads the checkpoints of these version indices, each once."""
+        for index in wanted:
+            if index in self.held or index in self.missing:
+                continue
+            version = self._versions[index]
+            recorded = self._recorded.get(version, Recorded(version))
+            try:
+                self.held[index] = hold(recorded, find_folder(recorded, self._url, self._template))
+            except (LedgerError, CheckpointError) as error:
+                reason = str(error)
+                self.missing[index] = Gate(f"weights.digest.{version}", "unknown", reason, {"version": version})
+
+
+def _claimed(pairs: Sequence[PairedSample]) -> list[int]:
+    """Indices of the weight versions the compared tokens claim; unknown ones are left out."""
+    return sorted({int(v) for pair in pairs for v in np.unique(pair.version[pair.compared]) if v >= 0})
 
 
 def _scorable(pairs: Sequence[PairedSample], held: dict[int, Held]) -> tuple[list[PairedSample], dict[str, int]]:
@@ -120,15 +133,37 @@ def _scorable(pairs: Sequence[PairedSample], held: dict[int, Held]) -> tuple[lis
     return usable, dict(left_out)
 
 
-def _blocked(held: dict[int, Held], missing: Sequence[Gate], scorable: bool) -> str | None:
-    wrong = [one for one in held.values() if one.status == "failed"]
-    if wrong:
-        return f"the checkpoint of {wrong[0].version} in {wrong[0].folder} is not the recorded one: {wrong[0].reason}"
-    if missing:
-        return missing[0].reason
-    if not held:
+def _blocked(shelf: _Shelf, scorable: bool) -> str | None:
+    for one in shelf.held.values():
+        if one.status == "failed":
+            return f"the checkpoint of {one.version} in {one.folder} is not the recorded one: {one.reason}"
+    for gate in shelf.missing.values():
+        return gate.reason
+    if not shelf.held:
         return "no weight version was recorded for the compared tokens"
     return None if scorable else "no sample can be scored by the reference"
+
+
+def _as_held(
+    unlike: Sequence[Gate],
+    pairing: Pairing,
+    pairs: Sequence[PairedSample],
+    tokens: Tokens,
+    sides: dict[Side, tuple[Declared, ...]],
+    shelf: _Shelf,
+) -> list[Pass]:
+    """The rollout's reference under the weights an engine held instead of those it claimed, where a digest says so."""
+    used = tokens.version_N.copy()
+    for gate in unlike:
+        held = [pairing.versions.index(name) for name in gate.evidence["holds"][:1]]
+        shelf.take(held)
+        engine = np.array([pair.sample.engine == gate.evidence["engine"] for pair in pairs])
+        claimed = tokens.version_N == pairing.versions.index(gate.evidence["version"])
+        if held and held[0] in shelf.held and shelf.held[held[0]].status != "failed":
+            used[claimed & engine[tokens.pair_N]] = held[0]
+    if np.array_equal(used, tokens.version_N):
+        return []
+    return [Pass(HELD, tuple(one.reference for one in sides["rollout"]), "prefill", used)]
 
 
 def _declared(history: History, pair: PairedSample, side: Side) -> Declared:

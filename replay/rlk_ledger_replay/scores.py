@@ -59,11 +59,20 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One scoring of all samples: a name, numerics by pair (None: not this sample) and the execution path."""
+    """One scoring of all samples: a name, numerics by pair (None: not this sample) and the execution path.
+
+    version_N: the weight version to score each token with, where it is not the one its span claims.
+    """
 
     name: str
     numerics: tuple[Numerics | None, ...]
     path: ExecutionPath
+    version_N: Index | None = None
+
+    def rows(self, tokens: Tokens, version: int) -> Index:
+        """The tokens this pass scores with one weight version."""
+        used = tokens.version_N if self.version_N is None else self.version_N
+        return np.flatnonzero(used == version)
 
 
 @dataclass(frozen=True)
@@ -115,13 +124,12 @@ def score(
     decisions: tuple[Decision, ...] = ()
     unchanged: dict[int, bool] = {}
     with using_threads(threads):
-        for version in np.unique(tokens.version_N).tolist():
+        for version in _versions(passes, tokens):
             decoder = Decoder(load_checkpoint(folders[version]))
             before = live_digest(decoder.checkpoint.tensors)
-            rows = np.flatnonzero(tokens.version_N == version)
-            for numerics, path, wanted in _distinct(passes, tokens.pair_N[rows]):
+            for numerics, path, wanted in _distinct(passes, tokens, version):
                 scored = _run(decoder.with_numerics(numerics), path, pairs, sorted({p for p, _ in wanted}), advance)
-                _place(values, wanted, scored, tokens, rows)
+                _place(values, wanted, scored, tokens, version)
             decisions = decoder.decisions
             unchanged[version] = live_digest(decoder.checkpoint.tensors) == before
     return Scores(values, decisions, unchanged)
@@ -130,20 +138,26 @@ def score(
 def scorings(tokens: Tokens, passes: Sequence[Pass]) -> int:
     """How many sample scorings `score` will do: the length of its progress bar."""
     total = 0
-    for version in np.unique(tokens.version_N).tolist():
-        pair_n = tokens.pair_N[tokens.version_N == version]
-        total += sum(len({pair for pair, _ in wanted}) for _, _, wanted in _distinct(passes, pair_n))
+    for version in _versions(passes, tokens):
+        total += sum(len({pair for pair, _ in wanted}) for _, _, wanted in _distinct(passes, tokens, version))
     return total
 
 
-def _distinct(passes: Sequence[Pass], pair_n: Index) -> Iterator[tuple[Numerics, ExecutionPath, list[tuple[int, str]]]]:
-    """Distinct (numerics, path) with the (pair, pass name) they serve, for the pairs of one version."""
-    jobs: dict[tuple[Numerics, ExecutionPath], list[tuple[int, str]]] = {}
-    for pair in np.unique(pair_n).tolist():
-        for one in passes:
+def _versions(passes: Sequence[Pass], tokens: Tokens) -> list[int]:
+    used = [tokens.version_N if one.version_N is None else one.version_N for one in passes]
+    return sorted({int(version) for one in used for version in np.unique(one)})
+
+
+def _distinct(
+    passes: Sequence[Pass], tokens: Tokens, version: int
+) -> Iterator[tuple[Numerics, ExecutionPath, list[tuple[int, Pass]]]]:
+    """Distinct (numerics, path) with the (pair, pass) they serve, for one weight version."""
+    jobs: dict[tuple[Numerics, ExecutionPath], list[tuple[int, Pass]]] = {}
+    for one in passes:
+        for pair in np.unique(tokens.pair_N[one.rows(tokens, version)]).tolist():
             numerics = one.numerics[pair]
             if numerics is not None:
-                jobs.setdefault((numerics, one.path), []).append((pair, one.name))
+                jobs.setdefault((numerics, one.path), []).append((pair, one))
     for (numerics, path), wanted in jobs.items():
         yield numerics, path, wanted
 
@@ -175,16 +189,16 @@ def _inputs(pair: PairedSample) -> tuple[torch.Tensor, int]:
 
 def _place(
     values: Mapping[str, Float32],
-    wanted: Sequence[tuple[int, str]],
+    wanted: Sequence[tuple[int, Pass]],
     scored: Mapping[int, Float32],
     tokens: Tokens,
-    rows: Index,
+    version: int,
 ) -> None:
     """Copies the scored positions of one version into the passes they serve."""
-    by_pair = {pair: rows[tokens.pair_N[rows] == pair] for pair in scored}
-    for pair, name in wanted:
-        at = by_pair[pair]
-        values[name][at] = scored[pair][tokens.position_N[at]]
+    rows = {one.name: one.rows(tokens, version) for _, one in wanted}
+    for pair, one in wanted:
+        at = rows[one.name][tokens.pair_N[rows[one.name]] == pair]
+        values[one.name][at] = scored[pair][tokens.position_N[at]]
 
 
 def why_unscorable(pair: PairedSample, positions: int, vocabulary: int) -> str | None:

@@ -29,7 +29,9 @@ UNMEASURED = Floors(None, None, None, None, None, None)
 def render(result: ReplayResult, ledger_url: str, width: int = 80) -> RenderableType:
     """Everything the screen shows, laid out for `width` columns."""
     found = result.judgement
-    parts: list[RenderableType] = [_headline(result), Text(found.decision.reason), Text("")]
+    led_by_audit = any(one.severity == "error" for one in result.audit.findings)
+    reason = f"Replay: {found.decision.reason}" if led_by_audit else found.decision.reason
+    parts: list[RenderableType] = [_headline(result), Text(reason), Text("")]
     if found.shares is not None and found.decision.decision != "not_comparable":
         layout = _sides if width >= WIDE else _sides_narrow
         parts += [layout(found.shares, found.floors or UNMEASURED), Text("")]

@@ -50,6 +50,7 @@ class Recipe:
     attention: dict[str, Any] | None = field(default_factory=lambda: {"mode": "causal", "output_dtype": "bfloat16"})
     compute: dict[str, DType] = field(default_factory=lambda: {"rollout": "bfloat16", "training": "bfloat16"})
     copy: bool = False
+    holds: bool = False
     publish_digest: str | None = None
     contract: dict[str, Any] = field(default_factory=dict)
 
@@ -141,7 +142,11 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
         digest = recipe.publish_digest or state_digest(tensors)[0]
         told = {"weight_version": version, "digest": digest, "tensor_count": len(tensors)}
         yield say("training", "weights.published", step=step, path=str(weights / version), **told)
-        yield say("rollout", "weights.loaded", step=step, engine="rollout-0", what="received", **told)
+        if recipe.holds:
+            folder = weights / recipe.computes_version["rollout"].get(version, version)
+            told["digest"] = state_digest(load_file(folder / "model.safetensors"))[0]
+        what = "holds" if recipe.holds else "received"
+        yield say("rollout", "weights.loaded", step=step, engine="rollout-0", what=what, **told)
     values = {side: _scores(recipe, side, weights) for side in ("rollout", "training")}
     if recipe.copy:
         values["training"] = values["rollout"]

@@ -63,6 +63,15 @@ def test_weights_of_another_version_are_attributed_to_the_side_that_used_them(
     assert found["drift.attributed"].evidence[f"share_{side}"]["low"] > 0.8
 
 
+def test_weights_an_engine_held_under_another_name_are_confirmed_as_the_cause(make_run: Make) -> None:
+    result = replay(make_run(computes_version=STALE, holds=True), RUN)
+    assert (result.exit_code, result.decision.side) == (1, "rollout")
+    assert {"weights.not_loaded", "drift.attributed"} <= set(ids(result))
+    assert result.decision.reason.endswith("they are the cause.")
+    held = {gate.gate: gate for gate in result.judgement.gates}["weights.held.v1"]
+    assert (held.status, held.evidence["holds"]) == ("failed", ["v0"])
+
+
 def test_a_declared_temperature_difference_is_not_comparable_and_confirmed_as_the_cause(make_run: Make) -> None:
     result = replay(make_run(temperature={"rollout": 0.7, "training": 1.0}), RUN)
     assert (result.verdict, result.exit_code) == ("not_comparable", 1)
