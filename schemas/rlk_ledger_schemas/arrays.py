@@ -85,7 +85,10 @@ def to_array(value: Any, dtype: str, where: str) -> Array:
             return Array(dtype, value.tobytes())
         return Array(dtype, _from_numpy(value, dtype, where))
     if hasattr(value, "detach"):
-        return Array(dtype, _from_numpy(_torch_to_numpy(value), dtype, where))
+        value = _torch_to_numpy(value)
+        if value.dtype is _numpy_dtype.get(dtype) and value.ndim == 1:
+            return Array(dtype, value.tobytes())
+        return Array(dtype, _from_numpy(value, dtype, where))
     if isinstance(value, array):
         return Array(dtype, _from_sequence(value.tolist(), dtype, where))
     if kind is Array:
@@ -142,10 +145,11 @@ def _first_bad(items: Any, dtype: str, where: str) -> str | None:
 
 def _torch_to_numpy(tensor: Any) -> Any:
     """A numpy view of a torch tensor; CUDA tensors are copied and waited for."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
         tensor = tensor.cpu()
-    if str(tensor.dtype) == "torch.bfloat16":
+    if tensor.dtype is sys.modules["torch"].bfloat16:
         tensor = tensor.float()
     return tensor.numpy()
 
@@ -158,6 +162,8 @@ def _from_numpy(value: Any, dtype: str, where: str) -> bytes:
             raise EventError(f"`{where}` must have one dimension, got shape {tuple(value.shape)}; record one sample.")
     have = value.dtype
     if have.str == _NUMPY_CODE[dtype]:
+        if have.isnative:
+            _numpy_dtype[dtype] = have
         return value.tobytes()  # type: ignore[no-any-return]
     if have.kind not in "iufb" or (dtype in _INTEGERS and have.kind == "f"):
         raise EventError(f"`{where}` is {dtype} on the wire and {have.name} does not convert to it exactly.")

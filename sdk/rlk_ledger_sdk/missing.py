@@ -8,11 +8,12 @@ _FINITE = VALUE_CLASSES.index("finite")
 _MISSING = VALUE_CLASSES.index("missing")
 
 
-def without_none(event: Any, fields: dict[str, Any], values: Any) -> bool:
-    """Puts `values` back into the fields of a `logprobs` event with NaN for None, and their value classes beside it.
+def without_none(event: Any, fields: dict[str, Any]) -> bool:
+    """Replaces every None in the `values` of a refused `logprobs` event by NaN and writes its value class.
 
     Returns False, changing nothing, when there is no None to replace.
     """
+    values = fields.get("values")
     if event != "logprobs" or not isinstance(values, list | tuple) or all(v is not None for v in values):
         return False
     classes = fields.get("value_class")

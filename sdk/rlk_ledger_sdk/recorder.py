@@ -150,7 +150,6 @@ class Recorder:
 
     def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
         """record() with the keyword arguments as a dict, which is consumed."""
-        values = fields.get("values")
         try:
             if not self._mark[0] and not self._alive_here():
                 return NOT_RECORDED
@@ -162,7 +161,7 @@ class Recorder:
             try:
                 wire, arrays = check_fields(event, fields, self._assigned)
             except EventError:
-                if not without_none(event, fields, values):
+                if not without_none(event, fields):
                     raise
                 wire, arrays = check_fields(event, fields, self._assigned)
             if self._redacts:

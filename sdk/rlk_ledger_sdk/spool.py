@@ -19,7 +19,7 @@ import msgspec
 from google_crc32c import extend
 
 from rlk_ledger_schemas.errors import EventError, SpoolError
-from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, encode_header, read_frame
+from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, encode_header, frame_size, read_frame
 from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.filesystem import Method
 
@@ -53,7 +53,8 @@ class _File(msgspec.Struct, gc=False):
 
     def close(self) -> None:
         if self.map is not None:
-            self.map.close()
+            with contextlib.suppress(BufferError):  # somebody holds a view of it; it goes when they do
+                self.map.close()
             self.map = None
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
@@ -85,11 +86,11 @@ class SpoolWriter:
         """Appends one frame; it is there when this returns, for any kill after that. Raises Full."""
         length = len(payload)
         offset, seq = self.at
-        end = offset + ((length + FRAME_HEAD + 7) & ~7)
+        end = offset + (length + 15 & -8)  # frame_size(length)
         if end > self._limit:
             self._roll(end - offset)
             offset, seq = self.at
-            end = offset + ((length + FRAME_HEAD + 7) & ~7)
+            end = offset + frame_size(length)
         crc = extend(extend(self._seed, _pack_u64(offset)), payload)
         self._reach = end
         data = self._map
@@ -139,7 +140,7 @@ class SpoolWriter:
         length = _U32.unpack_from(tail)[0]
         payload = self._frame_at(file, offset, length)
         if payload is not None:
-            self.at = (offset + ((length + FRAME_HEAD + 7) & ~7), seq + 1)
+            self.at = (offset + frame_size(length), seq + 1)
         elif tail.strip(b"\0"):
             self._write(file, offset, bytes(len(tail)))
 

@@ -147,9 +147,10 @@ def take_arrays(kind: EventType, type_name: str, fields: dict[str, Any]) -> Arra
     arrays: Arrays = {}
     for name, dtype, where in kind.plan:
         if name in fields:
-            value = fields.pop(name)
+            value = fields[name]
             if value is not None:
                 arrays[name] = to_array(value, dtype, where)
+            del fields[name]  # after the conversion: a caller may repair what was refused and try again
     for name, parent, key, dtype, where in kind.nested:
         inner = fields.get(parent)
         if inner is not None and isinstance(inner, Mapping) and inner.get(key) is not None:
