@@ -91,6 +91,11 @@ class Answer:
             return None
         return Interval(middle, _float(value["low"]), _float(value["high"]))
 
+    @property
+    def as_declared(self) -> bool:
+        """Whether the sides declare different things, so that replay measured what remains once each is scored so."""
+        return self.evidence.get("residual") is not None
+
     def count(self, name: str) -> int | None:
         """One of the counts the verdict rests on: tokens, samples, groups, available."""
         counts = self.evidence.get("counts")

@@ -98,6 +98,9 @@ def _sure(report: Report) -> str:
         return "The noise floor was not measured, so the size of the drift has nothing to be compared with."
     groups = lead.count("groups")
     over = f", resampled over {plural(groups, 'group')}" if groups else ""
+    if lead.as_declared:
+        words = f"Once each side is scored as it declares itself, {multiple.times} noise floors of drift remain"
+        return f"{words} (95 % interval{over}).{_limit(lead, multiple)}"
     words = f"The drift stands at {multiple.times} times its noise floor (95 % interval{over})."
     return words + _limit(lead, multiple) + _shares(lead)
 

@@ -1,14 +1,21 @@
 """Drift by every recorded dimension that varies: what differs between tokens that drift and tokens that do not."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlk_ledger import drift
-from rlk_ledger.audit.view import make_view
+import numpy as np
+import numpy.typing as npt
+
+from rlk_ledger.audit import dimensions
+from rlk_ledger.audit.view import View, make_view
 from rlk_ledger.history import History
+from rlk_ledger.metrics import measure
 from rlk_ledger.pairs import Pairing
 from rlk_ledger_replay.report.text import plain
+
+Codes = npt.NDArray[np.int64]
 
 LEVELS = 8
 """Levels shown of one dimension, the most drifting ones; a dimension with more than MOST is no split."""
@@ -51,8 +58,8 @@ def splits(history: History, pairing: Pairing) -> list[Split]:
         return []
     alike: dict[tuple[tuple[int, float], ...], list[str]] = {}
     found: dict[str, list[Level]] = {}
-    for name in drift.names(view):
-        levels = [] if name in _OWN else _levels(name, drift.by(view, [name]))
+    for name, codes, labels in _dimensions(view):
+        levels = _levels(view, codes, labels)
         if 2 <= len(levels) <= MOST:
             found[name] = levels
             alike.setdefault(tuple((level.tokens, level.mean) for level in levels), []).append(name)
@@ -60,17 +67,34 @@ def splits(history: History, pairing: Pairing) -> list[Split]:
     return sorted(kept, key=lambda split: (-split.spread, split.dimension))
 
 
-def _levels(name: str, rows: list[dict[str, Any]]) -> list[Level]:
-    levels = [_level(plain(row["level"][name]), row) for row in rows if row["metrics"]]
+def _dimensions(view: View) -> Iterator[tuple[str, Codes, Sequence[Any]]]:
+    """(name, level code of each compared token, levels) of every dimension that may be a split."""
+    yield "weight_version", view.tokens.version, view.pairing.versions
+    for between in dimensions.between(view):
+        if between.name not in _OWN:
+            yield between.name, between.codes[view.tokens.sample], between.labels
+    for within in dimensions.within(view):
+        yield within.name, within.codes, within.labels
+
+
+def _levels(view: View, codes: Codes, labels: Sequence[Any]) -> list[Level]:
+    """The levels that hold a compared token, by falling mean; tokens without a level (-1) are left out."""
+    known = np.unique(codes[codes >= 0]).tolist()
+    if not 2 <= len(known) <= MOST:
+        return []
+    levels = [_level(plain(labels[code]), view, np.flatnonzero(codes == code)) for code in known]
     return sorted(levels, key=lambda level: (-level.mean, level.name))
 
 
-def _level(name: str, row: dict[str, Any]) -> Level:
-    found = row["metrics"]
+def _level(name: str, view: View, at: Codes) -> Level:
+    tokens = view.tokens
+    r, t = tokens.r[at].astype(np.float32), tokens.t[at].astype(np.float32)
+    drift = measure(r, t, sample=tokens.sample[at])
+    found = {metric: value or 0.0 for metric, value in drift.values.items()}
     return Level(
         name=name,
-        tokens=row["tokens"],
-        samples=row["samples"],
+        tokens=drift.tokens,
+        samples=drift.samples,
         mean=found["abs_dlogp_mean"],
         rms=found["dlogp_rms"],
         p99=found["abs_dlogp_p99"],

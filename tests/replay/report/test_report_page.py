@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlk_ledger import drift
+from rlk_ledger.audit.view import make_view
+from rlk_ledger.history import load_history
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.metrics import Drift, measure
 from rlk_ledger_replay.report import figures, gather, render
@@ -310,11 +313,15 @@ def test_dimensions_that_separate_the_same_tokens_are_one(make: Any, sides: Any,
         events += sample(
             f"s{index}", 0, [65] * 6, [1] * 6, [-1.0] * 6, drifted, model="a" if late else "b", turn=int(late)
         )
-    found = {split.dimension: split for split in gather(make(events), "run-1").splits}
+    ledger = make(events)
+    found = {split.dimension: split for split in gather(ledger, "run-1").splits}
     first = next(iter(found.values()))
     assert {first.dimension, *first.aliases} >= {"model", "turn"}
     assert [(level.tokens, round(level.mean, 3)) for level in first.levels] == [(24, 0.4), (24, 0.01)]
     assert first.ratio == pytest.approx(40.0, rel=1e-3)
+    view = make_view(load_history(ledger, "run-1"))
+    rows = sorted(drift.by(view, ["model"]), key=lambda row: -row["metrics"]["abs_dlogp_mean"])
+    assert [row["metrics"]["dlogp_rms"] for row in rows] == [level.rms for level in first.levels]
 
 
 def test_a_share_of_nothing_has_no_sign() -> None:
@@ -351,3 +358,12 @@ def test_what_happened_names_the_cause_the_record_shows(make: Any, healthy: Any,
     cause = "An engine kept its old weights under a new version (engine rollout-0, version v3)."
     assert f"Fail {cause} The drift is 0.85 [0.76, 1.12] times its measured noise floor." in words
     assert "What to do next Check the sync." in words
+
+
+def test_a_residual_is_not_sold_as_the_drift(make: Any, healthy: Any, replayed: Any) -> None:
+    events = replayed("not_comparable")
+    events[-1][2]["evidence"]["residual"] = {"decision": "within_floor", "reason": "Small."}
+    words = page_of(make([*healthy(steps=1), *events])).words
+    assert "Once each side is scored as it declares itself, 0.85 [0.76, 1.12] noise floors of drift remain" in words
+    assert "The drift stands at" not in words
+    assert "Shares and multiples below are about what remains" in words
