@@ -93,8 +93,12 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. Every error is one sentence on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        code = cli.main(arguments, prog_name="rlk-ledger", standalone_mode=False)
+        # Not `cli.main`: it would turn a closed pipe into exit code 1, which here means a finding.
+        with cli.make_context("rlk-ledger", list(arguments)) as context:
+            code = cli.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

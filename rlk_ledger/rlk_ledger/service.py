@@ -24,6 +24,7 @@ GIVE_UP = 60
 _BUSY_S = 0.05
 _IDLE_S = 0.25
 _WORKERS = 4
+_STOP_S = 5.0
 
 
 @contextlib.contextmanager
@@ -85,6 +86,7 @@ def _loop(shipper: Shipper, until_idle: bool, stop: threading.Event, linger_s: f
             return 1
         stop.wait(_BUSY_S if busy or time.monotonic() - idle_since < 1.0 else _IDLE_S)
     shipper.cycle(flush=True)
+    shipper.drain(_STOP_S)
     return 0
 
 

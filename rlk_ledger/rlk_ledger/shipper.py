@@ -13,7 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -206,6 +206,12 @@ class Shipper:
         return self.outboxes[key]
 
     # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float) -> None:
+        """Waits at most `timeout` seconds for shipments under way and notes what they committed."""
+        done, _ = wait(self._futures.values(), timeout)
+        self._futures = {key: future for key, future in self._futures.items() if future not in done}
+        self._settle()
 
     def idle(self) -> bool:
         """Whether nothing waits to be shipped and no writer is known to live."""

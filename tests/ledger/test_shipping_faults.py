@@ -129,6 +129,12 @@ def _kill_at_line(helpers, tmp_path: Path, at: int) -> int:
     return tracer.count
 
 
+_ARTEFACTS = pytest.mark.filterwarnings(  # an exception raised inside `with open(...)` leaves the file to the collector
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+
+
+@_ARTEFACTS
 def test_killed_at_a_sample_of_the_shippers_lines(helpers, tmp_path: Path) -> None:
     lines = _kill_at_line(helpers, tmp_path, -1)
     assert lines > 500
@@ -136,6 +142,7 @@ def test_killed_at_a_sample_of_the_shippers_lines(helpers, tmp_path: Path) -> No
         _kill_at_line(helpers, tmp_path, at)
 
 
+@_ARTEFACTS
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_every_line_of_the_shipper(helpers, tmp_path: Path) -> None:

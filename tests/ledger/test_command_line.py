@@ -1,0 +1,209 @@
+"""The commands: one sentence on errors, one document with --json, exit codes as documented."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlk_ledger import cli
+from rlk_ledger.build import build, event
+from rlk_ledger.chain import Ending
+
+RUN, A, B = "r1", "0a" * 16, "0b" * 16
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    url = str(tmp_path / "ledger")
+    sample = {"sample_id": "s", "response_token_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}
+    opened = {"role": "rollout", "rank": 0, "world_size": 1, "engine": {"name": "vllm"}}
+    records = [
+        event(RUN, A, 0, "writer.opened", **opened),
+        event(RUN, A, 1, "rollout.sample", step=4, **sample),
+        event(RUN, A, 2, "writer.closed", reason="done"),
+    ]
+    build(url, RUN, records, roles={"rollout": 1})
+    monkeypatch.delenv("RLK_LEDGER", raising=False)
+    return url
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_help_lists_every_command_with_its_line_and_imports_none_of_them() -> None:
+    code = (
+        "import sys\nfrom rlk_ledger import cli\n"
+        "assert cli.main(['--help']) == 0\n"
+        "heavy = {'numpy', 'pyarrow', 'duckdb', 'fsspec', 'torch', 'rich'} & set(sys.modules)\n"
+        "heavy |= {name for name in sys.modules if name.startswith('rlk_ledger.commands')}\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in ("runs", "show", "verify", "ship", "recover"):
+        assert cli.summary(name), f"{name} has no docstring"
+        line = next(line for line in done.stdout.splitlines() if line.split()[:1] == [name])
+        assert cli.summary(name)[:20] in line
+
+
+def test_runs_and_show_say_what_is_there(capsys, ledger: str) -> None:
+    code, out, err = run(capsys, "runs", "--ledger", ledger)
+    assert (code, err) == (0, "")
+    assert all(word in out for word in ("r1", "rollout x1", "closed"))
+    code, out, _ = run(capsys, "show", RUN, "--ledger", ledger)
+    assert code == 0
+    assert "3 response tokens, 2 in the loss" in out
+    assert "vllm" in out
+    assert "\x1b[" not in out, "no colour in a pipe"
+    code, out, _ = run(capsys, "show", RUN, "--ledger", ledger, "--json")
+    document = json.loads(out)
+    assert (document["tokens"], document["active_tokens"], document["events"]) == (3, 2, 3)
+    assert document["writer_list"][0]["state"] == "closed"
+    code, out, _ = run(capsys, "runs", "--json", "--ledger", ledger)
+    assert [r["run_id"] for r in json.loads(out)["runs"]] == [RUN]
+
+
+def test_the_ledger_comes_from_the_environment_too(capsys, ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLK_LEDGER", ledger)
+    assert run(capsys, "verify", RUN, "--deep")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["runs"], "which ledger? Give --ledger URL or set RLK_LEDGER."),
+        (["runs", "--ledger", "/nowhere"], "no ledger at /nowhere"),
+        (["runs", "--ledger", "bogus://x"], "use a path, file://, s3://"),
+        (["show", "--ledger", "LEDGER"], "Missing argument 'RUN'."),
+        (["show", "none", "--ledger", "LEDGER"], "no run 'none'"),
+        (["show", "../etc", "--ledger", "LEDGER"], "is not a name"),
+        (["verify", "none", "--ledger", "LEDGER"], "no run 'none'"),
+        (["vrify"], "did you mean `verify`?"),
+        (["verify", "--dep"], "No such option"),
+        (["recover", "/nowhere"], "/nowhere is not a directory"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_2(capsys, ledger: str, arguments: list[str], says: str) -> None:
+    code, out, err = run(capsys, *[ledger if a == "LEDGER" else a for a in arguments])
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.startswith("rlk-ledger: ")
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(ledger: str) -> None:
+    from rlk_ledger_schemas.errors import LedgerError
+
+    with pytest.raises(LedgerError):
+        cli.main(["show", "none", "--ledger", ledger, "--debug"])
+
+
+def test_verify_exits_0_1_and_3_and_names_the_place(capsys, ledger: str) -> None:
+    code, out, _ = run(capsys, "verify", "--ledger", ledger)
+    assert code == 0
+    assert out.startswith("intact: ")
+    build(ledger, "r2", [event("r2", B, 0, "writer.closed", reason="x")], endings={A: Ending(9)})
+    code, out, _ = run(capsys, "verify", "r2", "--ledger", ledger)
+    assert code == 3
+    assert "GAP  bytes.lost" in out
+    segment = next(Path(ledger, "runs", RUN, "segment").rglob("*.parquet"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    code, out, _ = run(capsys, "verify", RUN, "--ledger", ledger)
+    assert code == 1
+    assert f"ERROR  segment.changed  {segment.relative_to(ledger)}" in out
+    assert A in out
+    code, out, _ = run(capsys, "verify", RUN, "--ledger", ledger, "--json")
+    document = json.loads(out)
+    assert (code, document["exit_code"], document["verdict"]) == (1, 1, "tampered")
+    assert document["findings"][0]["kind"] == "segment.changed"
+
+
+def test_recover_prints_an_exact_statement_and_exits_0_or_3(capsys, new_writer, spool: Path, url: str) -> None:
+    writer = new_writer(dead=True)
+    writer.many(3)
+    code, out, _ = run(capsys, "recover", str(spool))
+    assert code == 0
+    assert "3 whole events in the spool: 3 shipped now, 0 were in the ledger; nothing was lost." in out
+    torn = new_writer(dead=True)
+    torn.many(2)
+    at = torn.spool.at[0]
+    torn.spool._map[at + 8 : at + 12] = b"torn"
+    code, out, _ = run(capsys, "recover", str(spool), "--json")
+    document = json.loads(out)
+    assert code == document["exit_code"] == 3
+    assert [(w["shipped"], w["lost_bytes"], w["state"]) for w in document["writers"]] == [(2, 12, "dead")]
+    code, out, _ = run(capsys, "recover", str(spool))
+    assert code == 0
+    assert "nothing to recover" in out
+
+
+def test_recover_into_a_bucket_that_refuses_keeps_the_spool_and_exits_1(capsys, new_writer, spool: Path) -> None:
+    writer = new_writer(dead=True, url="bogus://x")
+    writer.many(2)
+    code, out, _ = run(capsys, "recover", str(spool))
+    assert code == 1
+    assert "2 wait in the spool" in out
+    assert list(writer.directory.glob("*.spool"))
+
+
+def test_recover_can_send_the_events_elsewhere(capsys, new_writer, spool: Path, tmp_path: Path) -> None:
+    new_writer(dead=True, url="bogus://x").many(2)
+    other = str(tmp_path / "other")
+    assert run(capsys, "recover", str(spool), "--ledger", other)[0] == 0
+    assert run(capsys, "verify", "--deep", "--ledger", other)[0] == 0
+
+
+def test_ship_until_idle_ships_what_dead_writers_left(capsys, new_writer, spool: Path, url: str, monkeypatch) -> None:
+    from rlk_ledger import service
+
+    monkeypatch.setattr(service._loop, "__defaults__", None)
+    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0))
+    new_writer(dead=True).many(2)
+    code, out, _ = run(capsys, "ship", "--spool", str(spool), "--until-idle", "--json")
+    assert code == 0
+    assert json.loads(out)["exit_code"] == 0
+    assert run(capsys, "verify", "--ledger", url)[0] == 0
+
+
+def test_a_closed_pipe_is_quiet(ledger: str) -> None:
+    arguments = ["show", "r1", "--ledger", ledger, "--json"]
+    code = f"import sys; from rlk_ledger import cli; sys.exit(cli.main({arguments!r}))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+def test_text_wraps_at_a_narrow_terminal(ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.environ.update(COLUMNS="50", TERM="xterm", RLK_LEDGER=ledger)
+        os.execv(sys.executable, [sys.executable, "-c", "from rlk_ledger import cli; cli.main(['show', 'r1'])"])
+    shown = b""
+    while True:
+        try:
+            block = os.read(fd, 4096)
+        except OSError:
+            break
+        if not block:
+            break
+        shown += block
+    os.waitpid(pid, 0)
+    os.close(fd)
+    import re
+
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()
+    assert any("response tokens" in line or "response" in line for line in lines)
+    assert max(map(len, lines)) <= 50
