@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import rlk_ledger
+from rlk_ledger_replay.demo import flow
 from rlk_ledger_replay.demo.engines import EngineFailed, engine_environment, run_engines
 from rlk_ledger_replay.demo.faults import FAULTS
 from rlk_ledger_replay.demo.flow import free_run_id, prepare
@@ -116,7 +118,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 def test_a_failed_engine_is_quoted_and_the_other_one_stopped(tmp_path: Path) -> None:
     settings = prepare(tmp_path, None, 1, 0)
-    broken = type(settings)(root=settings.root, run_id=settings.run_id, model=str(tmp_path / "nothing"), steps=1)
+    broken = msgspec.structs.replace(settings, model=str(tmp_path / "nothing"))
     with pytest.raises(EngineFailed, match=r"the (rollout|training) engine ended with code 1; its log is .*\.log and"):
         run_engines(broken, write_settings(broken), lambda done: None)
 
@@ -134,6 +136,21 @@ def test_a_taken_run_id_gets_a_number(tmp_path: Path) -> None:
     assert free_run_id(tmp_path, "demo") == "demo-2"
     (tmp_path / "work" / "demo-2").mkdir(parents=True)
     assert free_run_id(tmp_path, "demo") == "demo-3"
+
+
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [((), "{root}/spool"), (("{root}",), "{tmp}/rlk-demo-"), (("{root}", "/var/tmp", "{tmp}"), "nfs:{root}/spool")],
+)
+def test_the_spool_avoids_network_file_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: tuple[str, ...], wanted: str
+) -> None:
+    names = {"root": str(tmp_path / "root"), "tmp": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    remote = {place.format(**names) for place in network} | ({"/var/tmp"} if network else set())
+    monkeypatch.setattr(flow.tempfile, "gettempdir", lambda: names["tmp"])
+    monkeypatch.setattr(flow, "name_of", lambda path: "nfs" if path in remote else "ext4")
+    assert flow.spool_place(Path(names["root"])).startswith(wanted.format(**names))
 
 
 def test_a_directory_that_cannot_hold_a_demo_is_one_sentence(tmp_path: Path) -> None:

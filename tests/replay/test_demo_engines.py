@@ -111,7 +111,7 @@ def test_weights_travel_through_the_folder_bit_for_bit(tmp_path: Path) -> None:
 
 def test_an_update_raises_the_probability_of_rewarded_samples(tmp_path: Path) -> None:
     network = open_network(MODEL)
-    settings = Settings(root=str(tmp_path), run_id="r", model=MODEL)
+    settings = Settings(root=str(tmp_path), run_id="r", model=MODEL, spool=str(tmp_path / "spool"))
     requests = sampled(network, [TASKS[1]] * 4)
     samples = [rolled(r, reward_=float(i % 2)) for i, r in enumerate(requests)]
     gains = advantages(samples)
@@ -173,7 +173,7 @@ def test_waiting_ends_with_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_fault_changes_its_own_side_only(tmp_path: Path, fault: str | None) -> None:
-    settings = Settings(root=str(tmp_path), run_id="r", model=MODEL, fault=fault)
+    settings = Settings(root=str(tmp_path), run_id="r", model=MODEL, spool=str(tmp_path / "spool"), fault=fault)
     for side in ("rollout", "training"):
         if fault is None or FAULTS[fault].side != side:
             assert settings.numerics(side) == HONEST
@@ -190,11 +190,13 @@ def test_a_fault_changes_its_own_side_only(tmp_path: Path, fault: str | None) ->
 )
 def test_bad_settings_say_what_to_choose(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Settings(root=str(tmp_path), run_id="r", model=MODEL, **change)
+        Settings(root=str(tmp_path), run_id="r", model=MODEL, spool=str(tmp_path / "spool"), **change)
 
 
 def test_settings_survive_their_file(tmp_path: Path) -> None:
-    settings = Settings(root=str(tmp_path), run_id="r", model=MODEL, fault="tool-tokens", steps=2)
+    settings = Settings(
+        root=str(tmp_path), run_id="r", model=MODEL, spool=str(tmp_path / "spool"), fault="tool-tokens", steps=2
+    )
     assert read_settings(write_settings(settings)) == settings
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UsageError, match=r"bad\.json does not hold demo settings"):

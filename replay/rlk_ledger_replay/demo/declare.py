@@ -21,7 +21,7 @@ def open_recorder(settings: Settings, side: Side) -> None:
         rank=0,
         world_size=1,
         roles={"rollout": 1, "training": 1},
-        spool=str(settings.spool),
+        spool=settings.spool,
         engine={"name": f"demo-{side}", "version": "1", "instance": INSTANCE[side]},
     )
 

@@ -1,5 +1,7 @@
 """The demo from an empty folder to an answer: run both engines, verify, audit, replay, report."""
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from rlk_ledger_replay.demo.engines import run_engines
 from rlk_ledger_replay.demo.phases import Phases
 from rlk_ledger_replay.demo.settings import Settings, write_settings
 from rlk_ledger_schemas.errors import LedgerError, UsageError
+from rlk_ledger_sdk.filesystem import is_network, name_of
 
 if TYPE_CHECKING:
     from rlk_ledger.audit import AuditResult
@@ -59,7 +62,13 @@ def prepare(directory: Path, fault: str | None, steps: int, seed: int) -> Settin
     model = resources.files("rlk_ledger_replay") / "model"
     name = "demo" if fault is None else f"demo-{fault}"
     return Settings(
-        root=str(root), run_id=free_run_id(root, name), model=str(model), fault=fault, steps=steps, seed=seed
+        root=str(root),
+        run_id=free_run_id(root, name),
+        model=str(model),
+        spool=spool_place(root),
+        fault=fault,
+        steps=steps,
+        seed=seed,
     )
 
 
@@ -70,6 +79,19 @@ def free_run_id(root: Path, name: str) -> str:
     while (candidate := name if number == 1 else f"{name}-{number}") in taken:
         number += 1
     return candidate
+
+
+def spool_place(root: Path) -> str:
+    """Where to spool: in `root`, or in a temporary folder when `root` is on a network file system.
+
+    Recorders refuse such a file system unless it is named; it is named when no other one is there.
+    """
+    if not is_network(name_of(str(root))):
+        return str(root / "spool")
+    for place in ("/var/tmp", tempfile.gettempdir()):
+        if os.access(place, os.W_OK) and not is_network(name_of(place)):
+            return tempfile.mkdtemp(prefix="rlk-demo-", dir=place)
+    return f"{name_of(str(root))}:{root / 'spool'}"
 
 
 def run_demo(settings: Settings, phases: Phases) -> Outcome:

@@ -23,11 +23,15 @@ class Numerics(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One demo run. Paths are absolute; `steps` policy updates over `groups` x `group_size` samples each."""
+    """One demo run. Paths are absolute; `steps` policy updates over `groups` x `group_size` samples each.
+
+    `spool` is where both recorders keep what is not shipped yet.
+    """
 
     root: str
     run_id: str
     model: str
+    spool: str
     fault: str | None = None
     steps: int = 4
     groups: int = 8
@@ -59,11 +63,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def ledger(self) -> str:
         """The ledger's URL."""
         return str(Path(self.root) / "ledger")
-
-    @property
-    def spool(self) -> Path:
-        """Where both recorders keep what is not shipped yet."""
-        return Path(self.root) / "spool"
 
     @property
     def work(self) -> Path:
