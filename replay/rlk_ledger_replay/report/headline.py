@@ -16,6 +16,7 @@ WORDS = {
 }
 _BY_REPLAY = frozenset({"drift.attributed"})
 """Findings that say what the verdict's reason says in numbers."""
+_DAMAGED = "The ledger does not hold what was recorded, so nothing on this page can be believed."
 _MEANING = {
     "pass": "The two policies agree as far as this arithmetic can.",
     "fail": "Something is wrong in this run.",
@@ -56,10 +57,12 @@ def headline(report: Report) -> Headline:
     """The banner of a report."""
     fields = report.lead.verdict or {}
     verdict = str(fields.get("verdict") or "inconclusive")
+    happened = _happened(report.lead, verdict)
+    damaged = report.verified.exit_code == 1
     return Headline(
-        verdict=verdict if verdict in WORDS else "inconclusive",
-        word=WORDS.get(verdict, verdict),
-        happened=_happened(report.lead, verdict),
+        verdict="fail" if damaged else verdict if verdict in WORDS else "inconclusive",
+        word="Does not verify" if damaged else WORDS.get(verdict, verdict),
+        happened=f"{_DAMAGED} The recorded answer was: {happened}" if damaged else happened,
         sure=_sure(report),
         evidence=_evidence(report),
         next_step=_next(report),

@@ -12,11 +12,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup, escape
+
 from rlk_ledger_replay.report import figures, headline, splits, text
 from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.figures import Measured
 from rlk_ledger_replay.report.gather import Report, commands
-from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.metrics import METRICS
 
 ROWS = 400
@@ -117,8 +119,6 @@ def _rules(rules: dict[str, Any], **named: str) -> list[tuple[float, str]]:
 
 def _data(report: Report) -> Any:
     """The page's numbers for machines: JSON in which no character can end the script element it stands in."""
-    from markupsafe import Markup
-
     fields = report.lead.verdict or {}
     document = {
         "run_id": report.run_id,
@@ -154,18 +154,12 @@ def _policy(script: str) -> str:
 
 
 def _asset(name: str) -> Any:
-    from markupsafe import Markup
-
     return Markup(resources.files(__package__).joinpath(name).read_text("utf-8"))
 
 
 @cache
 def _template(name: str) -> Any:
-    """The compiled template; raises UsageError with the command to run when jinja2 is absent."""
-    try:
-        from jinja2 import DictLoader, Environment, StrictUndefined
-    except ImportError:
-        raise UsageError("a report needs jinja2: `pip install 'rlk-ledger[report]'`.") from None
+    """The compiled template."""
     environment = Environment(
         loader=DictLoader({name: resources.files(__package__).joinpath(name).read_text("utf-8")}),
         autoescape=True,
@@ -205,8 +199,6 @@ _FILTERS: dict[str, Callable[..., Any]] = {
 
 def _code(value: str) -> Any:
     """A sentence in which every other part between backticks is code."""
-    from markupsafe import Markup, escape
-
     parts = text.clean(value).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))

@@ -92,7 +92,7 @@ def trained() -> dict[str, Any]:
 
 
 def sample(
-    sample_id: str, step: int, tokens: list[int], mask: list[int], rollout: Any, training: Any | None, **more: Any
+    sample_id: str, step: int, tokens: Any, mask: list[int], rollout: Any, training: Any | None, **more: Any
 ) -> list[Event]:
     """One sample with the rollout's scores and, unless None, training's."""
     version = f"v{step}"
@@ -107,7 +107,7 @@ def sample(
                 "loss_mask": mask,
                 "tokenizer": "bytes",
                 "engine": "rollout-0",
-                "weight_spans": [{"version": version, "start": 0, "end": len(tokens)}],
+                "weight_spans": [{"version": version, "start": 0, "end": len(mask)}],
                 **more,
             },
         ),

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rlk_ledger_replay.report import figures, gather, render
 from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.drift import StepDrift
 from rlk_ledger_replay.report.page import inert_json, metric
+from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.metrics import METRICS
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
@@ -367,3 +369,22 @@ def test_a_residual_is_not_sold_as_the_drift(make: Any, healthy: Any, replayed: 
     assert "Once each side is scored as it declares itself, 0.85 [0.76, 1.12] noise floors of drift remain" in words
     assert "The drift stands at" not in words
     assert "Shares and multiples below are about what remains" in words
+
+
+def test_a_damaged_record_never_shows_a_pass(make: Any, healthy: Any, replayed: Any) -> None:
+    ledger = make([*healthy(steps=1), *replayed()])
+    (Path(ledger.url) / "runs" / "run-1" / "receipt" / "junk.json").write_text("{}")
+    page = page_of(ledger)
+    banner = next(a for t, a in page.elements if t == "section" and "aria-label" in a)
+    assert banner["class"] == "verdict fail"
+    assert "Does not verify The ledger does not hold what was recorded" in page.words
+    assert "the record does NOT verify" in page.words
+    assert "What to do next Run rlk-ledger verify run-1 first" in page.words
+
+
+def test_redacted_tokens_are_short_and_no_text(make: Any, sides: Any, sample: Any) -> None:
+    hashes = Array("uint64", np.array([2**63 + 0xBEEF, 2**62 + 0x41], "<u8").tobytes())
+    page = page_of(make([*sides(), *sample("s", 0, hashes, [1, 1], [-1.0, -1.0], [-1.0, -1.01])]))
+    cells = [a for t, a in page.elements if t == "i" and "title" in a]
+    assert len(cells) == 2
+    assert "beef 0041" in page.words.replace("beef0041", "beef 0041")

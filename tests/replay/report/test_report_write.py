@@ -1,6 +1,8 @@
 """Writing a report: in one step, recorded, and the same bytes again from the same record."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,14 @@ def test_long_text_says_how_much_is_left_out() -> None:
 
 def test_ordinary_text_of_any_language_is_left_alone() -> None:
     assert clean("größe 数 é\n") == "größe 数 é\n"
+
+
+def test_without_jinja2_the_command_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['jinja2'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'jinja2' else find(name, *a)\n"
+        "import rlk_ledger_replay.report\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith("a report needs jinja2: pip install 'rlk-ledger[report]'.")
