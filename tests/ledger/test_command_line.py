@@ -41,7 +41,7 @@ def test_help_lists_every_command_with_its_line_and_imports_none_of_them() -> No
         "import sys\nfrom rlk_ledger import cli\n"
         "assert cli.main(['--help']) == 0\n"
         "heavy = {'numpy', 'pyarrow', 'duckdb', 'fsspec', 'torch', 'rich'} & set(sys.modules)\n"
-        "heavy |= {name for name in sys.modules if name.startswith('rlk_ledger.commands')}\n"
+        "heavy |= {name for name in sys.modules if name.startswith('rlk_ledger.commands.')}\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,9 +24,9 @@ def _default_spool() -> str:
 @terminal.output_options
 @click.pass_context
 def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> None:
-    """Carry events from a spool directory into their ledgers until stopped.
+    """Carry events from a spool directory into their ledgers.
 
-    Each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes: 0 shipped or
+    Runs until stopped; each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes: 0 shipped or
     stopped; 1 gave up on a bucket that did not answer, the events stay in the spool.
     """
     import signal
@@ -52,7 +52,7 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> No
 @terminal.output_options
 @click.pass_context
 def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool, as_json: bool) -> None:
-    """Ship what a crashed job left in SPOOL and say exactly what was saved.
+    """Ship what a crashed job left in SPOOL; say what was saved.
 
     SPOOL is a spool directory or one writer's directory in it. Exit codes: 0 nothing was lost; 1 the bucket did not
     take the events, they stay in the spool; 3 bytes that were no whole event are lost, the rest was saved.

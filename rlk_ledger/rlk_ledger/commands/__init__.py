@@ -1,0 +1,1 @@
+"""The commands of `rlk-ledger`, one module a theme; found by entry point."""
