@@ -110,7 +110,7 @@ def run_demo(settings: Settings, phases: Phases) -> Outcome:
     with phases.phase("report", "draw what the ledger holds") as phase:
         from rlk_ledger_replay.report import write_report
 
-        write_report(rlk_ledger.open(settings.ledger), settings.run_id, report)  # reopened: replay has added to it
+        write_report(ledger, settings.run_id, report)
         phase.note(str(report))
     return Outcome(settings, verified, result, report, dict(phases.timings))
 
