@@ -56,7 +56,7 @@ class Durability:
         if level not in LEVELS:
             raise UsageError(f"flush: level {level!r} is unknown; use one of {', '.join(LEVELS)}.")
         if level == "spooled" or seq < 0:
-            return self._marks(seq, read_status(self._directory))
+            return self._marks(seq, read_status(self._directory) if seq >= 0 else Status())
         deadline = time.monotonic() + timeout
         expected = self.ask(seq)
         pause = 0.002

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,9 +70,8 @@ class Recorder:
 
     def _start(self, parent_writer: str | None) -> None:
         """Becomes a fresh writer of the calling process: new id, lock, spool; nothing is written yet."""
-        config, me = self.config, identity()
-        self.writer_id = new_writer_id()
-        self.directory = config.spool / self.writer_id
+        config, me, writer_id = self.config, identity(), new_writer_id()
+        directory = config.spool / writer_id
         self._new_lock()
         self._unsettled = True
         self._losses = Losses()
@@ -83,17 +83,18 @@ class Recorder:
             "wall_ns": 0,
             "mono_ns": 0,
             "run_id": config.run_id,
-            "writer_id": self.writer_id,
+            "writer_id": writer_id,
         }
         opened = {**config.writer_opened, "host": me.host, "pid": me.pid}
         if parent_writer is not None:
             opened["parent_writer"] = parent_writer
         self._identity: list[tuple[str, dict[str, Any]]] = [("writer.opened", opened)]
-        self._budget = Budget(self.directory, config.budget_bytes, config.block_ms)
-        self._spool = self._new_spool()
+        self._spool = self._new_spool(writer_id, directory)
         self._file_number = -1
-        self._durability: Durability = Durability(config, self.directory)
+        self._durability: Durability = Durability(config, directory)
         self._redacts = config.redaction.mode != "none"
+        self.directory = directory
+        self.writer_id: str = writer_id  # after all that can fail: until then a forked child knows its parent's
         self._mark = new_mark()
 
     def _new_lock(self) -> None:
@@ -103,10 +104,10 @@ class Recorder:
     def _prepare(self) -> None:
         prepare_spool(self.config)
 
-    def _new_spool(self) -> SpoolWriter:
+    def _new_spool(self, writer_id: str, directory: Path) -> SpoolWriter:
         config, me = self.config, identity()
         header = SpoolHeader(
-            writer_id=self.writer_id,
+            writer_id=writer_id,
             run_id=config.run_id,
             ledger_url=config.url,
             file_number=0,
@@ -121,7 +122,8 @@ class Recorder:
             roles=config.run_opened["roles"],
             opened_wall_us=time.time_ns() // 1000,
         )
-        return SpoolWriter(self.directory, header, method_for(name_of(str(config.spool))), self._budget)
+        budget = Budget(directory, config.budget_bytes, config.block_ms)
+        return SpoolWriter(directory, header, method_for(name_of(str(config.spool))), budget)
 
     def _abandon(self) -> None:
         """In a forked child: lets go of the parent's file and lock, so that nothing here can reach them."""
@@ -219,21 +221,21 @@ class Recorder:
             self._put(*self._identity[0])
             self._identity.pop(0)
 
-    def _recovered(self) -> bool:
+    def _recovered(self, roll: bool = False) -> bool:
         """After an event was stored: states the losses before it. False when there is no room for that yet."""
-        if self._losses and not self._state_losses(roll=False):
+        if self._losses and not self._state_losses(roll):
             return False
         self._losses.total = 0
         return True
 
-    def _settle_quietly(self) -> None:
-        """Settles now, as far as there is room."""
+    def _settle_quietly(self, roll: bool = False) -> None:
+        """Settles now, as far as there is room; `roll` opens a new file for a gap event that needs one."""
         if self._owned():
             return
         with self._lock:
             try:
                 self._settle()
-                self._unsettled = not self._recovered()
+                self._unsettled = not self._recovered(roll)
             except Full as full:
                 self._warn_full(full)
 
@@ -292,7 +294,11 @@ class Recorder:
                 name, wire, arrays, reference = self._deferred.popleft()
             except IndexError:  # another thread took it
                 return
-            reference.seq = self._append(name, wire, arrays).seq
+            try:
+                reference.seq = self._append(name, wire, arrays).seq
+            except Exception as error:  # the call that was interrupted is not the one that failed
+                self._warn("internal", name, f"record({name!r}) from a signal handler failed: {error}")
+                self._gap("internal", f"{type(error).__name__}: {error}", name)
         if self._file_number != self._spool.number:
             self._file_number = self._spool.number
             self._durability.ensure_shipper()
@@ -345,10 +351,13 @@ class Recorder:
 
     def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
         """Waits until everything recorded so far has reached `level`; see rlk_ledger.flush."""
-        if self._mark[0] or self._alive_here():
+        last = -1
+        if self._mark[0]:
             self._afterwards()
             self._settle_quietly()
-        return self._durability.wait(level, self._spool.at[1] - 1, timeout)
+        if self._mark[0] or self._closed:  # else a forked child that has recorded nothing
+            last = self._spool.at[1] - 1
+        return self._durability.wait(level, last, timeout)
 
     def close(self, reason: str = "close", timeout: float | None = None) -> None:
         """Writes `writer.closed`, asks the shipper for the rest and waits at most `timeout` s (RLK_EXIT_S)."""
@@ -356,6 +365,7 @@ class Recorder:
             return
         if self._mark[0]:
             self._afterwards()
+            self._settle_quietly(roll=True)
             closed, arrays = check_fields("writer.closed", {"reason": reason}, self._assigned)
             with contextlib.suppress(SpoolError):  # warned about; the reader will say that this writer never closed
                 self._append("writer.closed", closed, arrays)

@@ -124,7 +124,7 @@ class MemoryRecorder(Recorder):
     def _prepare(self) -> None:
         """No spool directory is needed."""
 
-    def _new_spool(self) -> Any:
+    def _new_spool(self, writer_id: str, directory: Path) -> Any:
         return MemorySpool(self._events)
 
 

@@ -68,6 +68,11 @@ def test_a_child_that_records_nothing_leaves_nothing(opened):
     parent = opened()
     assert in_fork(lambda: None) == 0
     assert in_fork(api.close) == 0
+
+    def only_flushes():
+        assert api.flush("committed", timeout=0) == {"spooled": -1, "synced": -1, "committed": -1}
+
+    assert in_fork(only_flushes) == 0
     knob()
     assert list(images(parent.config.spool)) == [parent.writer_id]
 

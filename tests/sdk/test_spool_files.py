@@ -170,6 +170,19 @@ def test_small_events_still_fit_where_large_ones_do_not(opened, image, small, mo
     assert unaccounted(events) == []
 
 
+def test_close_states_the_losses_before_it_says_that_the_writer_closed(opened, image, small, monkeypatch):
+    monkeypatch.setattr("rlk_ledger_sdk.config.SMALLEST_BUDGET", 0)
+    recorder_ = opened(budget_bytes=20000, block_ms=0)
+    while bulk().seq is not None:
+        pass
+    for _ in range(5):
+        bulk()
+    recorder_.close()
+    events = image(recorder_).events
+    assert [e.type for e in events[-2:]] == ["gap", "writer.closed"]
+    assert unaccounted(events) == []
+
+
 def test_a_full_disk_costs_a_gap_and_recovers(opened, image, small, monkeypatch, caplog):
     recorder_ = opened()
     real = os.posix_fallocate
