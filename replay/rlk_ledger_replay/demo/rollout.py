@@ -164,7 +164,7 @@ def main(path: str) -> None:
             engine.load(step)
             engine.step(step)
     rlk_ledger.flush("committed", timeout=settings.wait_s)
-    rlk_ledger.close()
+    rlk_ledger.close(timeout=settings.wait_s)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def main(path: str) -> None:
         with rlk_ledger.scope(step=step + 1):
             engine.publish(step + 1, labels)
     rlk_ledger.flush("committed", timeout=settings.wait_s)
-    rlk_ledger.close()
+    rlk_ledger.close(timeout=settings.wait_s)
 
 
 if __name__ == "__main__":
