@@ -39,7 +39,7 @@ class Log:
         self.seq: dict[str, int] = {}
         self.rows: list[Event] = []
 
-    def add(self, writer: str, type_: str, **fields: Any) -> dict[str, Any]:
+    def add(self, writer: str, type_: str, /, **fields: Any) -> dict[str, Any]:
         """Records one event; returns its envelope."""
         seq = self.seq.get(writer, 0)
         self.seq[writer] = seq + 1

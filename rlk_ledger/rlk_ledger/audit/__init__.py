@@ -64,7 +64,7 @@ def audit(history: History, pairing: Pairing | None = None) -> AuditResult:
         if not any(_explains_everything(f) for f in found):
             found += detect(view)
     findings = ordered(found)
-    verdict, code, decision, reason = decide(findings)
+    verdict, code, decision, reason = decide(findings, len(view.tokens))
     return AuditResult(view.history.run_id, findings, verdict, int(code), decision, reason, summarise(view))
 
 

@@ -20,9 +20,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def detect(view: View) -> Iterable[Finding]:
     """Fields of the contracts that scores of both sides name, then contracts of other kinds."""
     used: Counter[tuple[str, str]] = Counter()
-    for pair in view.pairs:
-        if pair.paired.any():
-            used[pair.rollout_series.first.contract_id, pair.training_series.first.contract_id] += 1
+    for held in view.pairing.series.values():
+        if held["rollout"] and held["training"]:
+            used[held["rollout"][0].first.contract_id, held["training"][0].first.contract_id] += 1
     found: dict[str, Finding] = {}
     for (left, right), samples in used.items():
         for finding in _scores(view, left, right, samples):

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,34 +55,52 @@ class Dimension:
 
 def between(view: View, constant: bool = False) -> list[Dimension]:
     """Dimensions constant within a sample; those with one level only when `constant`."""
-    layouts = {f.fields["layout_id"]: f.fields for f in view.history.of("batch.layout")}
-    rows = [dict(_sample_values(view, pair, layouts)) for pair in view.pairs]
+    shared = _Shared(view)
+    rows = [dict(_sample_values(shared, pair)) for pair in view.pairs]
     names = dict.fromkeys(name for row in rows for name in row)
     found = [_coded(name, [row.get(name) for row in rows], 1 if constant else 2) for name in names]
     return [dimension for dimension in found if dimension is not None]
 
 
-def _sample_values(view: View, pair: PairedSample, layouts: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    sample, writers = pair.sample, view.history.writers
+class _Shared:
+    """Values many samples share - of a writer under each side's prefix, of a layout - flattened once."""
+
+    def __init__(self, view: View) -> None:
+        self._writers = {
+            (side, writer): [*_flat(f"{side}.writer", opened), (f"{side}.writer", writer)]
+            for writer, opened in view.history.writers.items()
+            for side in ("rollout", "training")
+        }
+        self._layouts = {
+            fact.fields["layout_id"]: list(_flat("layout", fact.fields)) for fact in view.history.of("batch.layout")
+        }
+
+    def writer(self, side: str, writer_id: str) -> list[tuple[str, Any]]:
+        return self._writers.get((side, writer_id), [(f"{side}.writer", writer_id)])
+
+    def layout(self, layout_id: str | None) -> list[tuple[str, Any]]:
+        return self._layouts.get(layout_id, []) if layout_id is not None else []
+
+
+def _sample_values(shared: _Shared, pair: PairedSample) -> Iterable[tuple[str, Any]]:
+    sample = pair.sample
     rollout, training = pair.rollout_series.first, pair.training_series.first
     yield from _flat("", sample.dims)
     yield from _flat("labels", sample.labels)
     yield from _flat("sampling", sample.sampling)
     yield from _flat("rollout", rollout.dims)
     yield from _flat("training", training.dims)
-    yield from _flat("rollout.writer", writers.get(rollout.writer_id, {}))
-    yield from _flat("training.writer", writers.get(training.writer_id, {}))
-    yield "rollout.writer", rollout.writer_id
-    yield "training.writer", training.writer_id
+    yield from shared.writer("rollout", rollout.writer_id)
+    yield from shared.writer("training", training.writer_id)
     yield "layout_id", pair.layout_id
-    yield from _flat("layout", layouts.get(pair.layout_id or "", {}))
+    yield from shared.layout(pair.layout_id)
     yield "length.response", len(sample)
     if sample.prompt_token_ids is not None:
         yield "length.prompt", len(sample.prompt_token_ids)
-    yield from _derived(view, pair)
+    yield from _derived(pair)
 
 
-def _derived(view: View, pair: PairedSample) -> Iterable[tuple[str, Any]]:
+def _derived(pair: PairedSample) -> Iterable[tuple[str, Any]]:
     sample = pair.sample
     cached, written_by = sample.cache.get("cached_tokens"), sample.cache.get("writer_version")
     if cached is not None:
@@ -116,10 +135,15 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict) and depth < _DEEP:
         for key, inner in value.items():
             name = f"{prefix}.{key}" if prefix else str(key)
-            if not any(word in str(key) for word in _IDENTIFIERS):
+            if not _is_identifier(str(key)):
                 yield from _flat(name, inner, depth + 1)
     elif isinstance(value, bool | int | float | str) and prefix:
         yield prefix, value
+
+
+@cache
+def _is_identifier(key: str) -> bool:
+    return any(word in key for word in _IDENTIFIERS)
 
 
 def _coded(name: str, values: list[Any], fewest: int) -> Dimension | None:

@@ -47,4 +47,15 @@ def _improbable(view: View, samples: list[Sample]) -> bool:
     finite = values[np.isfinite(values) & (values <= 0)]
     if len(finite) < len(first):
         return len(first) >= _MIN_TOKENS
+    if _sharper_than_recorded(view, first):
+        seeds = [s.sampling.get("seed") for s in samples]
+        return len(first) >= _MIN_TOKENS and seeds[0] is not None and len(set(seeds)) == 1
     return float(finite.sum(dtype=np.float64)) * (len(samples) - 1) < _CHANCE
+
+
+def _sharper_than_recorded(view: View, sample: Sample) -> bool:
+    """Whether sampling was colder than the raw log-probabilities say, so that they understate repetition."""
+    series = view.pairing.series[sample.key]["rollout"]
+    body = view.history.contracts.get(series[0].first.contract_id, {}).get("body", {}) if series else {}
+    temperature = sample.sampling.get("temperature")
+    return body.get("mode") == "raw" and temperature is not None and temperature < 1.0

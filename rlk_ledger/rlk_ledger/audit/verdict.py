@@ -13,8 +13,11 @@ from rlk_ledger_schemas.findings import Exit, Verdict, exit_code
 _NOT_COMPARABLE = frozenset({"tokens.differ", "mask.differs", "alignment.shift", "samples.ambiguous"})
 
 
-def decide(findings: Iterable[Finding]) -> tuple[Verdict, int, str, str]:
-    """(verdict, exit code, decision, reason): not comparable before fail, fail before inconclusive, else pass."""
+def decide(findings: Iterable[Finding], compared: int) -> tuple[Verdict, int, str, str]:
+    """(verdict, exit code, decision, reason): not comparable before fail, fail before inconclusive, else pass.
+
+    `compared` counts the tokens drift was computed over: nothing compared is never a pass.
+    """
     rows = list(findings)
     code = exit_code(f.severity for f in rows)
     apart = [f for f in rows if not_comparable(f)]
@@ -26,6 +29,9 @@ def decide(findings: Iterable[Finding]) -> tuple[Verdict, int, str, str]:
         return "fail", code, "record", f"the record itself shows what is wrong: {named(errors)}"
     if gaps:
         return "inconclusive", code, "coverage", f"part of the run cannot be judged: {named(gaps)}"
+    if not compared:
+        reason = "no token was scored by both sides under one weight version, so nothing was compared"
+        return "inconclusive", Exit.GAP, "nothing_compared", reason
     zero = next((f for f in rows if f.finding_id == "drift.zero"), None)
     if zero is not None and not zero.evidence["determinism"]:
         reason = "both sides are bitwise equal, and nothing on record shows that they were computed apart"
