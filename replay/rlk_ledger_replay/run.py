@@ -25,7 +25,7 @@ from rlk_ledger_replay.result import ReplayResult
 from rlk_ledger_replay.scores import Scores, score, scorings
 from rlk_ledger_replay.semantics import SIDES
 from rlk_ledger_replay.verdict import combine
-from rlk_ledger_schemas.errors import LedgerError, SpoolError, StoreError
+from rlk_ledger_schemas.errors import LedgerError, SpoolError, StoreError, UsageError
 
 
 class Progress(Protocol):
@@ -115,10 +115,10 @@ def _verified(ledger: Ledger, run_id: str) -> None:
     """Refuses a run whose bytes are not the recorded ones: a verdict on them would be about something else."""
     checked = verify(ledger, run_id)
     if checked.exit_code == 1:
-        worst = checked.findings[0]
+        worst = next(one for one in checked.findings if one.severity == "error")
         raise LedgerError(
-            f"run {run_id!r} does not verify ({worst}); `rlk-ledger verify {run_id}` says what was changed. "
-            f"Nothing was replayed."
+            f"run {run_id!r} does not verify: {worst.object}: {worst.text}. Nothing was replayed; "
+            f"`rlk-ledger verify {run_id}` says what else was changed."
         )
 
 
@@ -128,6 +128,8 @@ def _chosen(ledger: Ledger, run_id: str, pairing: Pairing, where: str | None) ->
     from rlk_ledger.views import select_samples
 
     chosen = select_samples(ledger, run_id, where)
+    if not chosen:
+        raise UsageError(f"no sample of run {run_id!r} satisfies --where {where!r}; nothing was replayed.")
     return [one for one in pairing.pairs if one.sample.sample_id in chosen]
 
 

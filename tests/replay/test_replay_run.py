@@ -189,6 +189,14 @@ def test_samples_chosen_by_their_drift_convict_nobody(make_run: Make) -> None:
     assert result.decision.side is None
 
 
+def test_a_condition_narrows_the_samples_and_one_that_nothing_meets_is_refused(make_run: Make) -> None:
+    ledger = make_run()
+    result = replay(ledger, RUN, where="step = 1", keep=False)
+    assert {pair.sample.step for pair in result.prepared.selection.pairs} == {1}
+    with pytest.raises(UsageError, match="satisfies --where 'step = 7'"):
+        replay(ledger, RUN, where="step = 7", keep=False)
+
+
 def test_one_seed_gives_one_answer(make_run: Make) -> None:
     ledger = make_run(computes_version=AHEAD)
     first, second = (replay(ledger, RUN, request=Request(samples=8, seed=3), keep=False) for _ in range(2))
