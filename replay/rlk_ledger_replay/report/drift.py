@@ -20,6 +20,7 @@ LEAST_REACH = 0.3
 """The histogram reaches at least this far (nats), so that the clip edges are always on it."""
 _BINS = 60
 WORST_TOKENS = 12
+BROKEN = 2
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,23 @@ def _place(pairing: Pairing, pair: PairedSample, position: int, dlogp: float) ->
 
 
 def worst_pairs(pairing: Pairing, count: int) -> list[PairedSample]:
-    """The `count` samples with the largest root mean square of d, the one holding the worst token among them."""
+    """The `count` samples with the largest root mean square of d, the one holding the worst token among them.
+
+    Before them come up to BROKEN samples with the most active tokens whose value is no measurement.
+    """
+    broken = sorted((-int(unmeasured(pair).sum()), index) for index, pair in enumerate(pairing.pairs))
+    first = [index for lost, index in broken[:BROKEN] if lost]
     scored = sorted(_sizes(pairing), key=lambda row: (-row[0], row[2]))
-    if not scored:
-        return []
-    peak = max(scored, key=lambda row: row[1])
     best = scored[:count]
-    if peak not in best:
+    if scored and (peak := max(scored, key=lambda row: row[1])) not in best:
         best = [*best[:-1], peak]
-    return [pairing.pairs[index] for _, _, index in best]
+    return [pairing.pairs[index] for index in dict.fromkeys([*first, *(index for _, _, index in best)])]
+
+
+def unmeasured(pair: PairedSample) -> npt.NDArray[np.bool_]:
+    """Positions (bool[n]) that are active and paired, and whose value on one side is no measurement."""
+    found: npt.NDArray[np.bool_] = pair.active & pair.paired & ~pair.compared
+    return found
 
 
 def _sizes(pairing: Pairing) -> Iterator[tuple[float, float, int]]:

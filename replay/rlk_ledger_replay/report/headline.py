@@ -80,7 +80,8 @@ def _happened(lead: Answer, verdict: str) -> str:
         if finding.get("severity") != "error" or known is None or finding["finding_id"] in _BY_REPLAY:
             continue
         where = finding.get("where")
-        places = ", ".join(f"{name} {value}" for name, value in flat(where)[:3]) if isinstance(where, dict) else ""
+        rows = flat({name: value for name, value in where.items() if value}) if isinstance(where, dict) else []
+        places = ", ".join(f"{name} {value}" for name, value in rows[:3])
         named = _sentence(f"{known.meaning} ({places})" if places else known.meaning)
         parts = [named, *(part for part in parts if finding["finding_id"] not in part)]
         break

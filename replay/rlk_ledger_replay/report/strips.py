@@ -8,13 +8,13 @@ import numpy as np
 from rlk_ledger.classes import FINITE, MISSING
 from rlk_ledger.history import Score
 from rlk_ledger.pairs import PairedSample, Pairing
-from rlk_ledger_replay.report.drift import worst_pairs
+from rlk_ledger_replay.report.drift import unmeasured, worst_pairs
 from rlk_ledger_replay.report.tokens import SIGNS, is_bytes, prompt_text, token_text
 from rlk_ledger_schemas.metrics import CLIP_EPSILON, VALUE_CLASSES
 
 SAMPLES = 6
 WINDOW = 480
-"""Tokens shown of one sample; of a longer one the window around its worst token."""
+"""Tokens shown of one sample; of a longer one the window around its worst token, or its first without a measurement."""
 
 REFERENCES = ("replay:reference-rollout", "replay:reference-training")
 LEVELS = (0.01, 0.03, 0.1)
@@ -48,13 +48,16 @@ class Cell:
         """The cell's style classes: its shade, why it is outside drift, and the shape of its text."""
         shade = f"l{self.level}" if self.level else ""
         state = "" if self.state == "compared" else self.state
-        shape = "s" if self.text in SIGNS else "id" if len(self.text) > 1 else ""
+        shape = "s" if self.text in SIGNS else "id" if len(self.text) > 1 or self.text == str(self.token_id) else ""
         return " ".join(part for part in (shade, state, shape) if part)
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A sample's cells [first, last) of `length`, its prompt's end as text where tokens are bytes, and its drift."""
+    """A sample's cells [first, last) of `length`, its prompt's end as text where tokens are bytes, and its drift.
+
+    The drift is None where no token is compared; `unmeasured` counts active tokens whose value is no measurement.
+    """
 
     sample_id: str
     step: int | None
@@ -64,10 +67,11 @@ class Strip:
     last: int
     length: int
     prompt: str
-    rms: float
-    mean: float
-    largest: float
+    rms: float | None
+    mean: float | None
+    largest: float | None
     tokens: int
+    unmeasured: int
     masked: int
     cells: tuple[Cell, ...]
 
@@ -96,8 +100,8 @@ def level(dlogp: float) -> int:
 def _strip(pair: PairedSample, references: list[Score | None]) -> Strip:
     sample, at = pair.sample, pair.compared
     d = pair.training.astype(np.float64) - pair.rollout
-    used = np.abs(d[at])
-    worst = int(np.flatnonzero(at)[int(np.argmax(used))])
+    used, lost = np.abs(d[at]), unmeasured(pair)
+    worst = int(np.argmax(lost)) if lost.any() else int(np.flatnonzero(at)[int(np.argmax(used))])
     first, last = _window(len(sample), worst)
     return Strip(
         sample_id=sample.sample_id,
@@ -108,10 +112,11 @@ def _strip(pair: PairedSample, references: list[Score | None]) -> Strip:
         last=last,
         length=len(sample),
         prompt=prompt_text(sample),
-        rms=float(np.sqrt(np.mean(used**2))),
-        mean=float(used.mean()),
-        largest=float(used.max()),
+        rms=float(np.sqrt(np.mean(used**2))) if len(used) else None,
+        mean=float(used.mean()) if len(used) else None,
+        largest=float(used.max()) if len(used) else None,
         tokens=int(at.sum()),
+        unmeasured=int(lost.sum()),
         masked=int((~pair.active).sum()),
         cells=tuple(_cell(pair, references, position, float(d[position])) for position in range(first, last)),
     )

@@ -95,6 +95,8 @@ def plain(value: Any) -> str:
     if isinstance(value, dict):
         return interval_text(value) if is_interval(value) else _json(value)
     if isinstance(value, list | tuple):
+        if not value:
+            return "none"
         flat = not any(isinstance(item, dict | list | tuple) for item in value)
         return ", ".join(plain(item) for item in value) if flat else _json(value)
     return str(value)

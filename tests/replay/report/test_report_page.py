@@ -249,7 +249,7 @@ def test_zero_active_tokens_render_and_are_no_pass(make: Any, sides: Any, sample
     page = page_of(make([*sides(), *sample("s", 0, [1, 2], [0, 0], [-1.0, -2.0], [-1.0, -2.0])]))
     assert page.data["verdict"] != "pass"
     assert page.data["drift"]["status"] == "zero_active_tokens"
-    assert "No sample has a compared token." in page.words
+    assert "No sample has a token to compare." in page.words
 
 
 def test_one_token_renders(make: Any, sides: Any, sample: Any) -> None:
@@ -273,6 +273,7 @@ def test_values_that_are_no_numbers_are_named_not_drawn(make: Any, sides: Any, s
     titles = [str(a["title"]) for t, a in page.elements if t == "i" and "title" in a]
     assert "rollout value: nan" in titles[1]
     assert "rollout value: neg_inf" in titles[2]
+    assert "2 compared tokens, 2 without a measurement" in page.words
     assert page.data["drift"]["tokens"] == 2
     numbers = {value for t, a in page.elements if t in SVG_EMPTY for value in a.values() if value}
     assert not any("nan" in number or "inf" in number for number in numbers)
@@ -388,3 +389,14 @@ def test_redacted_tokens_are_short_and_no_text(make: Any, sides: Any, sample: An
     cells = [a for t, a in page.elements if t == "i" and "title" in a]
     assert len(cells) == 2
     assert "beef 0041" in page.words.replace("beef0041", "beef 0041")
+
+
+def test_a_sample_without_any_measurement_comes_first(make: Any, sides: Any, sample: Any) -> None:
+    events = [*sides(), *sample("loud", 0, [65] * 4, [1] * 4, [-1.0] * 4, [-3.0] * 4)]
+    events += sample("lost", 0, [66] * 4, [1] * 4, [math.nan] * 4, [-1.0] * 4)
+    report = gather(make(events), "run-1")
+    assert [(strip.sample_id, strip.rms, strip.unmeasured) for strip in report.strips] == [
+        ("lost", None, 4),
+        ("loud", 2.0, 0),
+    ]
+    assert "0 compared tokens, 4 without a measurement" in Page(render(report)).words
