@@ -14,7 +14,7 @@ from pathlib import Path
 from rlk_ledger.shipper import Shipper
 from rlk_ledger.spools import WriterSpool
 from rlk_ledger.store import Store, open_store
-from rlk_ledger_schemas.errors import SpoolError
+from rlk_ledger_schemas.errors import ConfigError, SpoolError
 
 LOCK = "shipper.lock"
 LINGER_S = 5.0
@@ -66,12 +66,19 @@ def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, li
     with elected(spool) as lock:
         if lock is None:
             return 0
-        shipper = Shipper(spool, workers=_WORKERS)
+        shipper = Shipper(spool, _shared, workers=_WORKERS)
         claim(lock, shipper)
         try:
             return _loop(shipper, until_idle, stop, linger_s)
         finally:
             shipper.close()
+
+
+def _shared(url: str) -> Store:
+    """The store at `url`, refused when what this process puts there dies with it."""
+    if url.startswith("memory://"):
+        raise ConfigError(f"{url} lives in one process only: record with shipper='inline', or use a directory.")
+    return open_store(url)
 
 
 def _loop(shipper: Shipper, until_idle: bool, stop: threading.Event, linger_s: float) -> int:
@@ -141,6 +148,8 @@ def ship_once(
             shipper.forget_receipts()
         claim(lock, shipper)
         shipper.cycle(flush=True)
+        if not keep:
+            shipper.close()
         return shipper.errors()
 
 

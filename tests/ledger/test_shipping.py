@@ -8,7 +8,7 @@ import pytest
 
 from rlk_ledger import ledger as ledgers
 from rlk_ledger import outbox as outboxes
-from rlk_ledger import segments, spools
+from rlk_ledger import segments, service, spools
 from rlk_ledger.chain import Chain, Forked
 from rlk_ledger.contact import meet
 from rlk_ledger.outbox import declared
@@ -356,3 +356,12 @@ def test_recover_refuses_what_is_no_spool(tmp_path) -> None:
         recover(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert recover(tmp_path / "empty") == []
+
+
+def test_a_shipper_process_refuses_a_ledger_that_dies_with_it(new_writer, spool) -> None:
+    writer = new_writer(url="memory://x", dead=True)
+    writer.many(1)
+    shipper = Shipper(spool, service._shared)
+    shipper.cycle(flush=True)
+    assert "lives in one process only" in shipper.errors()[0]
+    assert list(writer.directory.glob("*.spool"))

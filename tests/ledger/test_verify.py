@@ -445,3 +445,18 @@ def test_readers_refuse_a_changed_segment(root: Path) -> None:
     segments(root)[0].write_bytes(data)
     with pytest.raises(LedgerError, match=r"not those its receipt describes.*rlk-ledger verify r1"):
         list(open_ledger(str(root)).read_events(RUN))
+
+
+def test_a_process_that_declares_other_roles_is_named_and_fine(tmp_path: Path) -> None:
+    url = str(tmp_path / "l")
+    build(
+        url,
+        RUN,
+        [event(RUN, A, 0, "run.opened", roles={"rollout": 1}), *whole(B, "rollout", 0, 1)],
+        roles={"rollout": 1},
+    )
+    other = [event(RUN, C, 0, "run.opened", roles={"training": 2}), event(RUN, C, 1, "writer.closed", reason="x")]
+    build(url, RUN, other)
+    result = verify(url)
+    assert result.exit_code == Exit.OK
+    assert [(f.kind, f.writer) for f in result.findings] == [("writer.open", A), ("run.redeclared", C)]

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "rank.missing": ("gap", "a rank of the roster never reported"),
     "writer.killed": ("info", "a writer that died; what it had recorded was recovered"),
     "writer.open": ("info", "a writer that has not closed yet; what it adds later cannot be missed yet"),
+    "run.redeclared": ("info", "a process declared the run otherwise than run.json, which the first one wrote"),
     "run.open": ("info", "ranks that have not reported while the run is still open"),
     "duplicates": ("info", "events committed twice with the same bytes; views show them once"),
     "segment.garbage": ("info", "a segment no receipt names: it does not exist for readers"),

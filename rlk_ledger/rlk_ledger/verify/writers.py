@@ -37,7 +37,7 @@ def check_writers(
         findings += _repeated(events, run_id, receipts, writer_id)
         findings += ends.of(run_id, writer_id, shipper=writer_id in shippers)
     open_ = [w for w in spans if w not in shippers and not ends.ended(w)]
-    return findings + list(_roster(events, run_id, info, bool(open_)))
+    return findings + list(_redeclared(events, run_id, info)) + list(_roster(events, run_id, info, bool(open_)))
 
 
 class _Reader:
@@ -155,6 +155,17 @@ class _Ends:
             yield finding("writer.killed", run, text, writer=writer_id)
         elif writer_id not in self.closed and not shipper:
             yield finding("writer.open", run, "it has not closed: more may come", writer=writer_id)
+
+
+def _redeclared(events: _Reader, run_id: str, info: RunInfo | None) -> Iterator[Finding]:
+    """Processes whose `run.opened` names other roles than run.json: the roster is the first one's."""
+    said: dict[str, str] = {}
+    for fields in events.events("run.opened"):
+        if info is not None and fields.get("roles") != info.roles:
+            said.setdefault(repr(fields.get("roles")), str(fields.get("writer_id")))
+    for roles, writer_id in sorted(said.items()):
+        text = f"it declared roles {roles}, run.json holds {info.roles if info else None}: only those are expected"
+        yield finding("run.redeclared", layout.run_json(run_id), text, writer=writer_id)
 
 
 def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> Iterator[Finding]:
