@@ -199,6 +199,7 @@ def unmeasured(report: Report) -> list[str]:
         out.append(
             "No active token has a finite value on both sides, so there is no drift to measure: this is no pass."
         )
+    out += [f"{line.label}: {line.value}, {line.note}." for line in report.coverage if line.concern]
     if not lead.recorded:
         out.append(
             "No audit of this run is recorded either; the findings here come from an audit made for this page. "

@@ -400,3 +400,11 @@ def test_a_sample_without_any_measurement_comes_first(make: Any, sides: Any, sam
         ("loud", 2.0, 0),
     ]
     assert "0 compared tokens, 4 without a measurement" in Page(render(report)).words
+
+
+def test_what_was_kept_out_of_drift_is_listed_as_not_measured(make: Any, sides: Any, sample: Any) -> None:
+    events = [*sides(), *sample("seen", 0, [65, 66], [1, 1], [-1.0] * 2, [-1.01] * 2)]
+    events += sample("unseen", 0, [65, 66, 67], [1, 1, 1], [-1.0] * 3, None)
+    words = page_of(make(events)).words
+    assert "Tokens compared: 2, 40.0% of the active ones." in words
+    assert "Never scored by training: 3, active tokens without a value: not observed is not clean." in words
