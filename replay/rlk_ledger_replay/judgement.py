@@ -99,7 +99,7 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed
 
     requested: the user asked for the recorded values alone. failed: scoring began and `reason` is the error.
     """
-    decision = Decision("insufficient_evidence", "inconclusive", f"The reference did not score: {reason}.")
+    decision = Decision("insufficient_evidence", "inconclusive", f"The reference did not score: {reason.rstrip('.')}.")
     arms = []
     if prepared.tokens is not None:
         empty = np.full(len(prepared.tokens), np.nan, dtype=np.float32)

@@ -82,7 +82,8 @@ def prepare(
         *shelf.missing.values(),
     )
     if blocked is not None:
-        return Prepared(replace(selection, pairs=chosen), tokens, sides, checks, blocked=blocked)
+        stand_in = selection if selection.pairs else first
+        return Prepared(stand_in, tokens, sides, checks, blocked=blocked)
     folders = {version: one.folder for version, one in shelf.held.items()}
     return Prepared(selection, tokens, sides, checks, (*_passes(sides, request.schedules), *swap), folders)
 
