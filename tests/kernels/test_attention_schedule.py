@@ -56,7 +56,9 @@ def run(
     return [torch.cat(part) for part in parts]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("threads", "schedule"), [*((1, s) for s in SCHEDULES), (2, SCHEDULES[0])], indirect=["threads"]
+)
 def test_decode_equals_prefill_bitwise(threads: int, schedule: Schedule) -> None:
     sequence = tensors(0, 150)
     whole = run([sequence], [[150]], schedule)[0]

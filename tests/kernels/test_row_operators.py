@@ -22,6 +22,8 @@ from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
 SCHEDULES = (Schedule(), *placebo_schedules(4))
+# Two threads share the cores with whatever else runs, so they are asked for once per operator and shape.
+THREADED = [(1, schedule) for schedule in SCHEDULES] + [(2, SCHEDULES[0])]
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -31,7 +33,7 @@ def rows(count: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("threads", "schedule"), THREADED, indirect=["threads"])
 @pytest.mark.parametrize(("k", "outputs"), [(128, 256), (384, 128), (1536, 96), (77, 13)])
 def test_linear_is_batch_invariant(threads: int, schedule: Schedule, dtype: torch.dtype, k: int, outputs: int) -> None:
     packed = pack_linear(rows(outputs, k, dtype), LinearContract(output=NAMES[dtype], schedule=schedule))
@@ -138,7 +140,7 @@ def test_a_rope_table_does_not_depend_on_its_length() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("threads", "schedule"), THREADED, indirect=["threads"])
 @pytest.mark.parametrize("vocabulary", [272, 1000, 3])
 def test_linear_logprob_is_batch_invariant(
     threads: int, vocabulary: int, schedule: Schedule, dtype: torch.dtype
