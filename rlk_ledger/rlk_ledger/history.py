@@ -3,7 +3,7 @@
 Nothing here judges; relations between events are `pairs.py` and `audit/`. Order is (writer, seq): clocks are labels.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Event = tuple[str, int, dict[str, Any], dict[str, Array]]
 Span = tuple[str, int, int]
 
+_REPORT_EVERY = 500
 _ASSIGNED = frozenset({"type", "schema_version", "wall_ns", "mono_ns", "run_id", "writer_id", "seq"})
 _SAMPLE_KNOWN = frozenset(
     {"sample_id", "attempt", "step", "rollout_id", "group_id", "prompt_id", "session_id", "token_digest"}
@@ -244,13 +245,17 @@ def _score(writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, A
     )
 
 
-def load_history(ledger: "Ledger", run_id: str, where: str | None = None) -> History:
+def load_history(
+    ledger: "Ledger", run_id: str, where: str | None = None, progress: Callable[[int, int], None] | None = None
+) -> History:
     """The history of one run of an opened ledger.
 
-    `where` is a SQL condition over the `samples` view that selects samples (facts are never filtered). Raises
-    LedgerError when the run does not exist, UsageError when the condition does not parse.
+    `where` is a SQL condition over the `samples` view that selects samples (facts are never filtered). `progress` is
+    called with (bytes read, bytes in all) now and then. Raises LedgerError when the run does not exist, UsageError when
+    the condition does not parse.
     """
-    history = History.from_events(ledger.read_events(run_id), run_id)
+    events = ledger.read_events(run_id)
+    history = History.from_events(events if progress is None else _counted(ledger, run_id, events, progress), run_id)
     if where is None:
         return history
     from rlk_ledger.views import select_samples
@@ -259,3 +264,16 @@ def load_history(ledger: "Ledger", run_id: str, where: str | None = None) -> His
     history.samples = [sample for sample in history.samples if sample.sample_id in chosen]
     history.scores = [score for score in history.scores if score.sample_id in chosen]
     return history
+
+
+def _counted(
+    ledger: "Ledger", run_id: str, events: Iterable[Event], progress: Callable[[int, int], None]
+) -> Iterator[Event]:
+    """Passes events on, reporting the share of the run's segment bytes they stand for."""
+    receipts = ledger.run(run_id).receipts
+    size, count = sum(r.segment.bytes for r in receipts), max(1, sum(r.segment.rows for r in receipts))
+    for number, event in enumerate(events):
+        if number % _REPORT_EVERY == 0:
+            progress(size * number // count, size)
+        yield event
+    progress(size, size)

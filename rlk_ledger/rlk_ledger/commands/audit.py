@@ -30,7 +30,9 @@ def audit(run: str, record: bool, url: str | None, as_json: bool) -> int:
     from rlk_ledger.history import load_history
 
     ledger = terminal.open_url(url)
-    result = examine(load_history(ledger, run))
+    with terminal.progress(f"reading {run}") as tick:
+        history = load_history(ledger, run, progress=tick)
+    result = examine(history)
     if record:
         record_result(ledger, run, result)
     if as_json:

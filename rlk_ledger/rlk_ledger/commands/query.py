@@ -149,7 +149,10 @@ def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json:
     from rlk_ledger.audit.view import make_view
     from rlk_ledger.history import load_history
 
-    view = make_view(load_history(terminal.open_url(url), run))
+    ledger = terminal.open_url(url)
+    with terminal.progress(f"reading {run}") as tick:
+        history = load_history(ledger, run, progress=tick)
+    view = make_view(history)
     total = tables.overall(view)
     rows = tables.by(view, dims) if dims else []
     places = tables.worst(view, worst) if worst else []
