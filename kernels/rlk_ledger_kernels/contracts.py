@@ -139,5 +139,6 @@ class LogprobContract:
         torch_dtype(self.logits)
         if self.head is not None:
             torch_dtype(self.head)
-        if not 0.0 < self.temperature < float("inf"):
-            raise ContractError(f"logprob.temperature is {self.temperature}; choose a finite value above 0")
+        number = isinstance(self.temperature, int | float)
+        if not number or not 0.0 < self.temperature < float("inf"):
+            raise ContractError(f"logprob.temperature is {self.temperature!r}; choose a finite number above 0")

@@ -21,6 +21,7 @@ from rlk_ledger_kernels.contracts import (
     one_of,
     torch_dtype,
 )
+from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_kernels.schedule import Schedule
 
 
@@ -51,6 +52,8 @@ class Numerics:
     def __post_init__(self) -> None:
         """Refuse unknown names (ContractError) by building every contract once."""
         one_of("numerics.logprob_mode", self.logprob_mode, ("raw", "processed"))
+        if not isinstance(self.schedule, Schedule):
+            raise ContractError(f"numerics.schedule is {self.schedule!r}; pass a Schedule")
         torch_dtype(self.kv_cache or self.compute)
         self.linear_contract()
         self.rms_norm_contract(1e-6)
