@@ -208,7 +208,7 @@ def test_wrong_boundaries_and_numerics_are_refused(decoder: Decoder) -> None:
         Numerics(logprob_mode="cooked")
     with pytest.raises(ContractError, match="temperature is -1"):
         Numerics(temperature=-1.0, logprob_mode="raw")
-    with pytest.raises(ContractError, match="temperature is '0.7'; choose a finite number"):
+    with pytest.raises(ContractError, match=r"temperature is '0.7'; choose a finite number"):
         Numerics(temperature="0.7")
     with pytest.raises(ContractError, match="schedule is 3; pass a Schedule"):
         Numerics(schedule=3)
