@@ -134,6 +134,8 @@ def writer_ranges(records: Iterable[Record], endings: Mapping[str, Ending]) -> t
     closed: set[str] = set()
     for record in records:
         held.setdefault(record.writer_id, []).append(record.seq)
+        if b"writer.closed" not in record.envelope and b"gap" not in record.envelope:
+            continue  # whatever its type is, it is neither of the two: no need to decode it
         fields = decode_envelope(record.envelope)
         if fields["type"] == "writer.closed":
             closed.add(record.writer_id)

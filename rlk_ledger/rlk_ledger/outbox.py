@@ -110,7 +110,7 @@ class Outbox:
         try:
             self._ship()
         except RlkError as error:
-            self.error = str(error)
+            self.error = str(error).rstrip(".")
         except Exception as error:  # a defect here must not end the process that other runs depend on
             self.error = f"internal error while shipping run {self.run_id!r}: {type(error).__name__}: {error}"
         else:
@@ -208,7 +208,7 @@ def declared(header: SpoolHeader, records: list[Record]) -> RunInfo:
     """What this writer knows of its run: its `run.opened` event where the batch holds one, else its spool header."""
     opened: dict[str, Any] = {}
     for record in records:
-        fields = decode_envelope(record.envelope)
+        fields = decode_envelope(record.envelope) if b"run.opened" in record.envelope else {"type": ""}
         if fields["type"] == "run.opened":
             opened = fields
             break

@@ -45,6 +45,15 @@ for _name, _column in PROJECTIONS.items():
     _BY_KEY.setdefault(_column.path[0], []).append((_name, _column))
 
 
+_INT32 = 2**31
+# Columns that hold an envelope field as it is when it has this Python type and fits 32 bits: the common case.
+_SIMPLE: dict[str, type] = {
+    name: {"string": str, "int64": int, "int32": int}[column.type]
+    for name, column in PROJECTIONS.items()
+    if column.path == (name,) and len(_BY_KEY[name]) == 1 and column.type != "float64"
+}
+
+
 class Record(NamedTuple):
     """One event: who wrote it, its number, its envelope as written, its arrays and its 32-byte leaf."""
 
@@ -78,10 +87,14 @@ REGISTERED = _registered_arrays()
 """Column -> (array name, dtype) of every array an event type of this version can have."""
 
 
-def build_table(records: Sequence[Record]) -> pa.Table:
-    """The table of `records`, rows in the order given. Raises FormatError for an envelope that does not decode."""
+def build_table(records: Sequence[Record], decoded: Sequence[dict[str, Any]] | None = None) -> pa.Table:
+    """The table of `records`, rows in the order given. Raises FormatError for an envelope that does not decode.
+
+    `decoded` holds the envelopes' fields where the caller has them already.
+    """
+    fields = decoded if decoded is not None else [decode_envelope(r.envelope) for r in records]
     columns: dict[str, pa.Array] = {}
-    for name, values in _projections(records).items():
+    for name, values in _projections(fields).items():
         columns[name] = pa.array(values, _PLAIN[PROJECTIONS[name].type])
     columns["body"] = pa.array([r.envelope for r in records], pa.binary())
     columns["leaf"] = pa.array([r.leaf for r in records], pa.binary())
@@ -90,24 +103,27 @@ def build_table(records: Sequence[Record]) -> pa.Table:
         columns[column] = _list_array(len(records), cells, names[column][1])
     order = [*FIXED, *PROMOTED, *names]
     metadata = {FORMAT_KEY: b"1", ARRAYS_KEY: msgspec.json.encode(names)}
-    fields = [pa.field(name, columns[name].type) for name in order]
-    return pa.Table.from_arrays([columns[name] for name in order], schema=pa.schema(fields, metadata))
+    schema = pa.schema([pa.field(name, columns[name].type) for name in order], metadata)
+    return pa.Table.from_arrays([columns[name] for name in order], schema=schema)
 
 
-def _projections(records: Sequence[Record]) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {name: [None] * len(records) for name in PROJECTIONS}
-    for row, record in enumerate(records):
-        fields = decode_envelope(record.envelope)
-        for key in fields.keys() & _BY_KEY.keys():
-            for name, column in _BY_KEY[key]:
-                value = fields[key]
-                plain = type(value) is str and column.type == "string" and len(column.path) == 1
-                out[name][row] = value if plain else _bounded(project(fields, column), column.type)
+def _projections(decoded: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    out: dict[str, list[Any]] = {name: [None] * len(decoded) for name in PROJECTIONS}
+    for row, fields in enumerate(decoded):
+        for key, value in fields.items():
+            simple = _SIMPLE.get(key)
+            if (simple is str and type(value) is str) or (
+                simple is int and type(value) is int and -_INT32 < value < _INT32
+            ):
+                out[key][row] = value
+            elif key in _BY_KEY:
+                for name, column in _BY_KEY[key]:
+                    out[name][row] = _bounded(project(fields, column), column.type)
     return out
 
 
 def _bounded(value: Any, kind: str) -> Any:
-    return None if kind == "int32" and value is not None and abs(value) >= 2**31 else value
+    return None if kind == "int32" and value is not None and abs(value) >= _INT32 else value
 
 
 def _array_names(records: Iterable[Record]) -> dict[str, tuple[str, str]]:

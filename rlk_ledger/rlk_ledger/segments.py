@@ -7,7 +7,7 @@ depend on how the rows lie in the file.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -44,6 +44,7 @@ class _Row(NamedTuple):
     writer_id: str
     seq: int
     record: Record
+    fields: dict[str, Any]
 
 
 def write_segment(records: Iterable[Record]) -> Segment:
@@ -51,7 +52,7 @@ def write_segment(records: Iterable[Record]) -> Segment:
     clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
     ordered = [row.record for row in clustered]
     groups = list(_groups(clustered))
-    table = build_table(ordered)
+    table = build_table(ordered, [row.fields for row in clustered])
     table = table.replace_schema_metadata({**table.schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
@@ -95,7 +96,7 @@ def _clustered(record: Record) -> _Row:
     fields = decode_envelope(record.envelope)
     step = fields.get("step")
     known = step if type(step) is int and 0 <= step < LIMIT else -1
-    return _Row(fields["type"], known, record.writer_id, record.seq, record)
+    return _Row(fields["type"], known, record.writer_id, record.seq, record, fields)
 
 
 def _size(record: Record) -> int:

@@ -217,7 +217,7 @@ class WriterSpool:
             out.append(record)
             self.events_read += 1
             file.last_seq = self.read_seq = record.seq
-            if decode_envelope(record.envelope)["type"] == "writer.closed":
+            if b"writer.closed" in record.envelope and decode_envelope(record.envelope)["type"] == "writer.closed":
                 self.closed = True
         return used
 
