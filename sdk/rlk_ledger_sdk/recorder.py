@@ -22,8 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import encode_payload
 from rlk_ledger_schemas.errors import ConfigError, EventError, FlushTimeout, SpoolError
@@ -44,7 +42,6 @@ from rlk_ledger_sdk.spool import Full, SpoolWriter
 _log = logging.getLogger("rlk_ledger")
 _wall = time.time_ns
 _mono = time.monotonic_ns
-_set = msgspec.structs.force_setattr
 _revivals: dict[int, threading.RLock] = {}
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
 
@@ -197,9 +194,9 @@ class Recorder:
                 self._unsettled = True
                 spool = self._spool
                 seq = spool.at[1]
-                _set(wire, "seq", seq)
-                _set(wire, "wall_ns", _wall())
-                _set(wire, "mono_ns", _mono())
+                wire.seq = seq
+                wire.wall_ns = _wall()
+                wire.mono_ns = _mono()
                 payload = encode_payload(encode(wire), arrays)
                 spool.put(payload)
                 self._unsettled = settling and not self._recovered()

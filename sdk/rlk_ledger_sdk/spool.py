@@ -30,6 +30,7 @@ RESERVE = 32 << 10
 MAX_PAYLOAD = (1 << 32) - 16
 """Bytes one event may have: its length word has 32 bits."""
 _PAGE = 4096
+_SMALL = 1024
 _U32 = struct.Struct("<I")
 _put_u32 = _U32.pack_into
 _pack_u64 = struct.Struct("<Q").pack
@@ -91,7 +92,10 @@ class SpoolWriter:
             self._roll(end - offset)
             offset, seq = self.at
             end = offset + frame_size(length)
-        crc = extend(extend(self._seed, _pack_u64(offset)), payload)
+        if length < _SMALL:
+            crc = extend(self._seed, _pack_u64(offset) + payload)  # a copy costs less than a second call
+        else:
+            crc = extend(extend(self._seed, _pack_u64(offset)), payload)
         self._reach = end
         data = self._map
         if data is None:

@@ -27,6 +27,7 @@ Arrays = dict[str, Array]
 
 # Assigned by the recorder, never by the caller.
 ASSIGNED = ("schema_version", "seq", "wall_ns", "mono_ns", "run_id", "writer_id")
+_ASSIGNED_COUNT = len(ASSIGNED)
 COMMON = ("step", "rollout_id", "attempt", "labels")
 
 
@@ -87,13 +88,13 @@ def register(cls: type[Event]) -> type[Event]:
         fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
     wire = msgspec.defstruct(
         cls.__name__ + "Wire",
-        fields,
-        frozen=True,
+        fields,  # not frozen: the recorder numbers it, nobody else sees it
         kw_only=True,
         tag_field="type",
         tag=cls.TYPE,
         omit_defaults=True,
         forbid_unknown_fields=True,
+        gc=False,  # lives for one record() and is part of no cycle
     )
     where = {name: (spec.dtype, f"{cls.TYPE}.{name}") for name, spec in cls.ARRAYS.items()}
     REGISTRY[cls.TYPE] = EventType(
@@ -124,7 +125,7 @@ def check_fields(type_name: str, fields: dict[str, Any], assigned: dict[str, Any
     try:
         # The wire Struct forbids unknown fields; fields that the recorder assigns would vanish in the merge instead.
         merged = {**fields, **assigned}
-        if len(merged) != len(fields) + len(assigned):
+        if len(merged) != len(fields) + _ASSIGNED_COUNT:
             raise TypeError
         wire = msgspec.convert(merged, kind.wire)
     except (msgspec.ValidationError, TypeError):
