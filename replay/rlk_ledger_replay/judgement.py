@@ -60,14 +60,7 @@ def judge(
     reference = References(
         scores.values["training.prefill"], scores.values["rollout.decode"], scores.values["rollout.prefill"]
     )
-    checks = [
-        *prepared.gates,
-        *gates.applied(scores.decisions),
-        gates.self_check(reference.rollout_prefill, reference.rollout_decode),
-        gates.read_only(scores.unchanged, versions),
-        gates.alignment("rollout", tokens.rollout_N, reference.rollout_prefill, tokens),
-        gates.alignment("training", tokens.training_N, reference.training_prefill, tokens),
-    ]
+    checks = [*prepared.gates, *_checks(tokens, reference, scores, versions)]
     every = score_arms(tokens, reference)
     draws = draw(tokens.cluster_N, prepared.selection.seed, DRAWS)
     e_r = tokens.rollout_N.astype(np.float64) - reference.rollout_prefill
@@ -77,7 +70,8 @@ def judge(
     measured = floors(found, noise["rollout"], noise["training"], draws)
     parts = shares(found, draws)
     numeric = decide(parts, measured, arm_counts(every, tokens), determinism=determinism)
-    decision, residual = _first(checks, tokens, prepared, numeric, determinism)
+    equal = _equal_fraction(tokens, measured)
+    decision, residual = _first(checks, equal, prepared, numeric, determinism)
     if HELD in scores.values:
         decision = _explained_by_weights(decision, scores.values[HELD], e_t, tokens, noise, draws)
     statistics = {side: noise_statistics(part) for side, part in noise.items() if part is not None}
@@ -92,6 +86,24 @@ def judge(
         links=chain(tokens, reference),
         residual=residual,
     )
+
+
+def _checks(tokens: Tokens, reference: References, scores: Scores, versions: Sequence[str]) -> list[Gate]:
+    """The gates that need scores."""
+    return [
+        *gates.applied(scores.decisions),
+        gates.self_check(reference.rollout_prefill, reference.rollout_decode),
+        gates.read_only(scores.unchanged, versions),
+        gates.alignment("rollout", tokens.rollout_N, reference.rollout_prefill, tokens),
+        gates.alignment("training", tokens.training_N, reference.training_prefill, tokens),
+    ]
+
+
+def _equal_fraction(tokens: Tokens, measured: Floors) -> float:
+    """The share of bitwise equal tokens; 0 where the others drift beyond the floor: equality must not hide them."""
+    if measured.multiple_drift is not None and measured.multiple_drift.high > FLOOR_MULTIPLE:
+        return 0.0
+    return float((tokens.rollout_N.view(np.uint32) == tokens.training_N.view(np.uint32)).mean())
 
 
 def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed: bool = False) -> Judgement:
@@ -132,7 +144,7 @@ def _noise(scores: Scores, side: Side, reference: References) -> Floats | None:
 
 
 def _first(
-    checks: Sequence[Gate], tokens: Tokens, prepared: Prepared, numeric: Decision, determinism: bool
+    checks: Sequence[Gate], equal: float, prepared: Prepared, numeric: Decision, determinism: bool
 ) -> tuple[Decision, Decision | None]:
     """The first thing that decides: a broken reference, a variant that did not run, unlike sides, then the numbers.
 
@@ -145,12 +157,10 @@ def _first(
             return Decision("reference_itself_is_broken", "inconclusive", broken), None
     for name, gate in failed.items():
         if name.startswith("applied."):
-            return Decision("variant_did_not_apply", "inconclusive", f"{_sentence(gate.reason)}"), None
+            return Decision("variant_did_not_apply", "inconclusive", _sentence(gate.reason)), None
     for name, gate in failed.items():
         if name.startswith(("comparable.", "alignment.")):
             return _unlike(gate, numeric), numeric
-    r, t = tokens.rollout_N.view(np.uint32), tokens.training_N.view(np.uint32)
-    equal = float((r == t).mean())
     if equal >= ZERO_DRIFT_FRACTION:
         return zero_drift(equal, determinism), None
     if prepared.selection.biased and numeric.verdict != "inconclusive":
@@ -162,9 +172,10 @@ def _first(
 def _unlike(gate: Gate, numeric: Decision) -> Decision:
     if gate.gate.startswith("alignment."):
         return Decision("not_comparable", "not_comparable", _sentence(gate.reason))
-    confirmed = " That difference is the cause:" if numeric.decision == "within_floor" else ""
-    reason = f"{_sentence(gate.reason)}{confirmed} Scored as each side declares it: {_lower(numeric.reason)}"
-    return Decision("not_comparable", "not_comparable", reason.replace("cause: Scored", "cause; scored"))
+    confirmed = numeric.decision == "within_floor"
+    scored = "That difference is the cause; scored" if confirmed else "Scored"
+    reason = f"{_sentence(gate.reason)} {scored} as each side declares it: {_lower(numeric.reason)}"
+    return Decision("not_comparable", "not_comparable", reason)
 
 
 def _findings(

@@ -72,7 +72,7 @@ def prepare(
     sides = {side: tuple(_declared(history, pair, side) for pair in chosen) for side in SIDES}
     tokens = compared_tokens(chosen)
     unlike = gates.engine_weights(history, [pairing.versions[i] for i in shelf.held])
-    blocked = _blocked(shelf, bool(selection.pairs))
+    blocked = _blocked(shelf, bool(selection.pairs), left_out)
     swap = [] if blocked is not None else _as_held(unlike, pairing, chosen, tokens, sides, shelf)
     checks = (
         *gates.comparability(chosen),
@@ -134,7 +134,7 @@ def _scorable(pairs: Sequence[PairedSample], held: dict[int, Held]) -> tuple[lis
     return usable, dict(left_out)
 
 
-def _blocked(shelf: _Shelf, scorable: bool) -> str | None:
+def _blocked(shelf: _Shelf, scorable: bool, left_out: Mapping[str, int]) -> str | None:
     for one in shelf.held.values():
         if one.status == "failed":
             return f"the checkpoint of {one.version} in {one.folder} is not the recorded one: {one.reason}"
@@ -142,7 +142,7 @@ def _blocked(shelf: _Shelf, scorable: bool) -> str | None:
         return gate.reason
     if not shelf.held:
         return "no weight version was recorded for the compared tokens"
-    return None if scorable else "no sample can be scored by the reference"
+    return None if scorable else f"no sample can be scored: {', '.join(left_out)}"
 
 
 def _as_held(

@@ -50,6 +50,7 @@ class Recipe:
     attention: dict[str, Any] | None = field(default_factory=lambda: {"mode": "causal", "output_dtype": "bfloat16"})
     compute: dict[str, DType] = field(default_factory=lambda: {"rollout": "bfloat16", "training": "bfloat16"})
     copy: bool = False
+    wild: int = 0
     holds: bool = False
     publish_digest: str | None = None
     contract: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +150,9 @@ def _records(recipe: Recipe, weights: Path) -> Iterator[Any]:
         yield say("rollout", "weights.loaded", step=step, engine="rollout-0", what=what, **told)
     values = {side: _scores(recipe, side, weights) for side in ("rollout", "training")}
     if recipe.copy:
-        values["training"] = values["rollout"]
+        values["training"] = {version: tuple(map(np.copy, rows)) for version, rows in values["rollout"].items()}
+    for index in range(recipe.wild):
+        values["training"][VERSIONS[index // recipe.group_size % 2]][index][5] -= 3.0
     for index, (prompt, response) in enumerate(texts(recipe.groups * recipe.group_size)):
         step = index // recipe.group_size % len(VERSIONS)
         version = VERSIONS[step]

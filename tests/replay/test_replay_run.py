@@ -105,6 +105,21 @@ def test_equal_bits_without_determinism_evidence_are_inconclusive(make_run: Make
     assert ids(result).count("drift.zero") == 1
 
 
+def test_equality_of_most_tokens_does_not_hide_a_few_wild_ones(make_run: Make) -> None:
+    result = replay(make_run(copy=True, wild=8), RUN)
+    assert result.judgement.arms[0].drift.values["mismatch_fraction"] < 0.01
+    assert result.decision.decision != "drift_zero"
+    assert result.exit_code != 0
+
+
+def test_a_digest_that_cannot_be_recomputed_leaves_a_gap_and_no_pass(make_run: Make) -> None:
+    result = replay(make_run(publish_digest="sha256:" + "0" * 64), RUN)
+    assert result.decision.decision == "within_floor"
+    assert (result.verdict, result.exit_code) == ("inconclusive", 3)
+    gaps = {finding.where["gate"] for finding in result.findings if finding.finding_id == "evidence.incomplete"}
+    assert gaps == {"weights.digest.v0", "weights.digest.v1"}
+
+
 def test_without_declared_dtypes_there_is_no_floor_and_no_pass(make_run: Make) -> None:
     result = replay(make_run(attention=None), RUN)
     assert (result.verdict, result.exit_code) == ("inconclusive", 3)
