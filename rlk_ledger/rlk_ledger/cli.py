@@ -68,21 +68,14 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 def summary(name: str) -> str:
     """The first line of a command's docstring, read from its source; empty when it cannot be read."""
     entry = _entry_points()[name]
-    return _docstring(entry.module, entry.attr.rstrip("_"))
-
-
-def _docstring(module: str, function: str) -> str:
-    """The first docstring line of `function` in `module`, or in the module this one imports it from."""
     try:
-        spec = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(entry.module)
         source = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
     except (ImportError, OSError, ValueError):
         return ""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name == function:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.attr.rstrip("_"):
             return (ast.get_docstring(node) or "").partition("\n")[0].rstrip(".")
-        if isinstance(node, ast.ImportFrom) and node.module and function in {alias.name for alias in node.names}:
-            return _docstring(node.module, function)
     return ""
 
 
