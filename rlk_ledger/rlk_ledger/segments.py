@@ -7,6 +7,7 @@ depend on how the rows lie in the file.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from rlk_ledger_schemas.objects import TypeCount
 GROUPS_KEY = b"rlk_ledger.groups"
 SEGMENT_BYTES = 64 << 20
 """Payload bytes after which a segment is rolled."""
+Source = bytes | memoryview | Path
 _GROUP_BYTES = 16 << 20
 _OWN_GROUP_BYTES = 1 << 20
 _FLOATS = frozenset({"float16", "float32", "float64"})
@@ -61,13 +63,14 @@ def write_segment(records: Iterable[Record]) -> Segment:
     return Segment(sink.getvalue().to_pybytes(), content_root(ordered), _counts(clustered), len(ordered))
 
 
-def read_segment(data: bytes | memoryview, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
-    """The table of a segment's bytes, of `types` only when given; raises FormatError when it is not a segment.
+def read_segment(source: Source, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
+    """The table of a segment (its bytes, or a local file), of `types` only when given.
 
-    `checksums` also verifies every page's CRC.
+    `checksums` also verifies every page's CRC. Raises FormatError when it is not a segment.
     """
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=checksums)
+        opened = source if isinstance(source, Path) else pa.BufferReader(source)
+        file = pq.ParquetFile(opened, page_checksum_verification=checksums)
         if types is None:
             return file.read(use_threads=False)
         table = file.read_row_groups(_groups_of(file, types), use_threads=False)
@@ -77,9 +80,9 @@ def read_segment(data: bytes | memoryview, types: Collection[str] | None = None,
         raise FormatError(f"not a readable Parquet segment ({text[0] if text else type(error).__name__}).") from None
 
 
-def read_records(data: bytes | memoryview, types: Collection[str] | None = None) -> Iterator[Record]:
-    """The records of a segment's bytes, of `types` only when given."""
-    yield from rows(read_segment(data, types))
+def read_records(source: Source, types: Collection[str] | None = None) -> Iterator[Record]:
+    """The records of a segment (its bytes, or a local file), of `types` only when given."""
+    yield from rows(read_segment(source, types))
 
 
 def content_root(records: Iterable[Record]) -> bytes:

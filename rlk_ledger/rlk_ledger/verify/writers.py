@@ -1,13 +1,14 @@
 """Writers across a run's segments: numbers missing, dropped or held twice, forks, ends, and the roster."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlk_ledger import layout
 from rlk_ledger.chain import gap_size, held_ranges
 from rlk_ledger.segments import read_records
 from rlk_ledger.spans import intersect, merged, subtract, total
-from rlk_ledger.store import Missing, Store
+from rlk_ledger.store import FileStore, Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
@@ -60,7 +61,8 @@ class _Reader:
         if path in self.damaged:
             return []
         try:
-            return list(read_records(self.store.read(path), types))
+            local = isinstance(self.store, FileStore)
+            return list(read_records(Path(self.store.locate(path)) if local else self.store.read(path), types))
         except (Missing, FormatError):
             return []
 
