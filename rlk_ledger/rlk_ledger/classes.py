@@ -40,6 +40,8 @@ _FLOOR_NEIGHBOURHOOD = 2.0
 _FLOOR_EXCESS = 3
 
 _EQUALITY_BINS = 20
+_REST_TOKENS = 12
+"""Tokens a sample needs outside its longest equal run before its equality rate says anything."""
 
 
 class Crossed(NamedTuple):
@@ -132,21 +134,35 @@ def _copied_runs(values: Float32, equal: Bool, sample: Index) -> list[tuple[int,
     """Runs [start, end) of equal tokens too long for the run's own equality rate.
 
     Saturated tokens (both sides exactly 0.0) cluster in confident text, so they neither extend nor break a run nor
-    count in the rate; the rate is taken per log-probability bin, because values near 0 have few distinct bits. The
-    threshold is 1e-6, and lower where a run has so many tokens that 1e-6 is expected by chance.
+    count in the rate. The rate is the larger of two: that of the token's log-probability bin, because values near 0
+    have few distinct bits, and that of the most equal sample outside its longest run, because samples differ in noise.
+    The threshold is 1e-6, and lower where a run has so many tokens that 1e-6 is expected by chance.
     """
     saturated = equal & (values == 0.0)
     index = np.flatnonzero(~saturated)
     if index.size < COPIED_RUN:
         return []
     hits, owners = equal[index], sample[index]
-    log_rate = _log_equality_rate(values[index], hits)
     limit = np.log(min(COPIED_PROBABILITY, 1e-3 / index.size))
     edges = np.flatnonzero((hits[1:] != hits[:-1]) | (owners[1:] != owners[:-1])) + 1
     starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [index.size]])
+    log_rate = np.maximum(_log_equality_rate(values[index], hits), _log_sample_rate(owners, hits, starts, ends))
     total = np.concatenate([[0.0], np.cumsum(log_rate)])
     chosen = hits[starts] & (ends - starts >= COPIED_RUN) & (total[ends] - total[starts] < limit)
     return [(int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts[chosen], ends[chosen])]
+
+
+def _log_sample_rate(owners: Index, hits: Bool, starts: Index, ends: Index) -> float:
+    """log of the highest equality rate a sample shows outside its longest equal run (with enough tokens there)."""
+    _, owner = np.unique(owners, return_inverse=True)
+    size = np.bincount(owner)
+    longest = np.zeros(len(size), np.int64)
+    equal = hits[starts]
+    np.maximum.at(longest, owner[starts[equal]], (ends - starts)[equal])
+    rest = size - longest
+    share = (np.bincount(owner, weights=hits.astype(np.float64)) - longest + 1.0) / (rest + 2.0)
+    enough = rest >= _REST_TOKENS
+    return float(np.log(share[enough].max())) if enough.any() else -np.inf
 
 
 def _log_equality_rate(values: Float32, hits: Bool) -> npt.NDArray[np.float64]:

@@ -27,6 +27,7 @@ _RAISED = {
 _NOISE_QUANTILE = 0.999
 _NOISE_MARGIN = 2.0
 _MANY = 5
+_ALONE = 2.0
 _IMPOSSIBLE_SHARE = 0.05
 """Above this share of active tokens no rounding explains values above zero: they are not log-probabilities."""
 
@@ -95,9 +96,9 @@ class _Census:
     def impossible(self, reach: float) -> Iterable[Finding]:
         """Values above zero by more than rounding or the run's largest drift reaches, or too many of them."""
         hits = np.flatnonzero(self.codes == classes.IMPOSSIBLE)
-        height = max(tolerance("logprob", "bfloat16").atol, reach)
-        beyond = hits[self.values[hits] > height]
-        if hits.size > _IMPOSSIBLE_SHARE * len(self.codes):
+        rounding = tolerance("logprob", "bfloat16").atol
+        beyond = hits[self.values[hits] > max(rounding, reach)]
+        if np.count_nonzero(self.values[hits] > rounding) > _IMPOSSIBLE_SHARE * len(self.codes):
             beyond = hits
         if beyond.size:
             yield self.finding("values.impossible", beyond)
@@ -107,8 +108,9 @@ class _Census:
         hits = np.flatnonzero(self.codes == classes.DEFAULTED)
         gap = -self.others[hits]
         usual = max(-DEFAULTED_OTHER_BELOW, _NOISE_MARGIN * float(np.quantile(noise, _NOISE_QUANTILE)))
-        many = np.count_nonzero(gap > usual) >= _MANY
-        if many or ((self.values[hits] > 0) | (gap > max(usual, float(noise[-1])))).any():
+        reach = max(usual, float(noise[-1]))
+        far = np.count_nonzero(gap > reach) >= 2 or (gap > _ALONE * reach).any()
+        if far or np.count_nonzero(gap > usual) >= _MANY or (self.values[hits] > 0).any():
             yield self.finding("values.defaulted", hits)
 
 
