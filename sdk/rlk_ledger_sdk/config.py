@@ -5,11 +5,10 @@ that cannot be reached is not a configuration error: it costs disk, never the jo
 """
 
 import datetime
-import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -94,9 +93,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = sorted(Options.__annotations__)
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
-            raise ConfigError(f"init: {name!r} is no option; {hint}")
+            raise ConfigError(f"init: {name!r} is no option; {_nearest(name, known)}")
 
 
 def load_config(
@@ -183,9 +180,15 @@ def _env(name: str) -> str | None:
 def _choice(what: str, value: Any, known: tuple[str, ...]) -> str:
     if value in known:
         return str(value)
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}."
+    hint = _nearest(str(value), known)
     raise ConfigError(f"init: {what} {value!r} is unknown; {hint}")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    import difflib  # for the error only: it costs a job's start-up several milliseconds
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}."
 
 
 def _number(what: str, value: Any, variable: str, default: float, least: float) -> float:
@@ -247,8 +250,7 @@ def _url(url: Any) -> str:
             raise ConfigError(f"init: the ledger URL {text!r} lacks a slash; write {text.replace(':/', '://', 1)!r}.")
         return str(Path(text).expanduser().absolute())
     if scheme not in SCHEMES:
-        near = difflib.get_close_matches(scheme, SCHEMES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}://?" if near else f"known: {', '.join(SCHEMES)}."
+        hint = _nearest(scheme, SCHEMES)
         raise ConfigError(f"init: the ledger URL {text!r} has the unknown scheme {scheme!r}; {hint}")
     if not rest.strip("/"):
         raise ConfigError(f"init: the ledger URL {text!r} names no bucket or path.")

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import sys
+import types
 
 import pytest
 
@@ -121,6 +123,20 @@ def test_an_argument_wins_over_the_environment_and_the_launcher(tmp_path, monkey
 def test_torchrun_names_the_run_when_nobody_else_does(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic-7")
     assert load_config("/a").run_id == "elastic-7"
+
+
+def test_ray_train_names_the_rank(monkeypatch):
+    context = types.SimpleNamespace(get_world_rank=lambda: 5, get_world_size=lambda: 16)
+    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=lambda: context))
+    got = load_config("/a").writer_opened
+    assert (got["rank"], got["world_size"]) == (5, 16)
+    assert load_config("/a", rank=0, world_size=1).writer_opened["rank"] == 0
+
+    def outside():
+        raise RuntimeError("not in a worker")
+
+    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=outside))
+    assert load_config("/a").writer_opened["rank"] == 0
 
 
 def test_generated_run_ids_are_names_and_differ():

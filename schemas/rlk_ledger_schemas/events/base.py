@@ -5,7 +5,6 @@ Two ways lead to the same bytes. `record("logprobs", sample_id=..., values=...)`
 *wire* Struct (the envelope without arrays) and a dict of `Array`s.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -205,6 +204,8 @@ def _thaw(value: Any) -> Any:
 
 
 def _nearest(word: str, known: Any) -> str:
+    import difflib  # for the error only: it costs a job's start-up several milliseconds
+
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
