@@ -6,6 +6,7 @@ from typing import Any
 
 from rlk_ledger import layout
 from rlk_ledger.chain import gap_size, held_ranges
+from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.spans import intersect, merged, subtract, total
 from rlk_ledger.store import FileStore, Missing, Store
@@ -42,21 +43,29 @@ def check_writers(
 
 
 class _Reader:
-    """Reads the events of a few types out of the segments that hold them."""
+    """Reads the events of the few types that writers are judged by, once, out of the segments that hold them."""
+
+    TYPES = frozenset({"gap", "writer.opened", "run.opened"})
 
     def __init__(self, store: Store, run_id: str, receipts: Sequence[Receipt], damaged: frozenset[str]) -> None:
         self.store = store
         self.run_id = run_id
         self.receipts = receipts
         self.damaged = damaged
+        self.found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.TYPES}
+        for receipt in receipts:
+            wanted = {t.type for t in receipt.types} & self.TYPES
+            for record in self.records(receipt, wanted) if wanted else ():
+                fields = decode_envelope(record.envelope)
+                if fields["type"] in wanted:
+                    self.found[fields["type"]].append(fields)
 
-    def events(self, type_name: str) -> Iterator[dict[str, Any]]:
-        for receipt in self.receipts:
-            if any(t.type == type_name for t in receipt.types):
-                for record in self.records(receipt, {type_name}):
-                    yield decode_envelope(record.envelope)
+    def events(self, type_name: str) -> list[dict[str, Any]]:
+        """The envelopes of one of TYPES."""
+        return self.found[type_name]
 
-    def records(self, receipt: Receipt, types: set[str] | None) -> list[Any]:
+    def records(self, receipt: Receipt, types: set[str] | None) -> list[Record]:
+        """The records of one segment, of `types` only when given; none when it cannot be read."""
         path = layout.segment_path(self.run_id, receipt.segment.name)
         if path in self.damaged:
             return []
@@ -114,12 +123,12 @@ def _repeated(events: _Reader, run_id: str, receipts: Sequence[Receipt], writer_
             before = leaves.setdefault(record.seq, (record.leaf, path))
             if before[0] != record.leaf:
                 forks += 1
-                where = {"writer": writer_id, "first": record.seq, "last": record.seq}
+                where: dict[str, Any] = {"writer": writer_id, "first": record.seq, "last": record.seq}
                 yield finding("fork", path, f"{before[1]} holds another event under this number", **where)
     if total(twice) > forks:
         text = f"{total(twice) - forks} events were committed twice with the same bytes"
-        where = {"writer": writer_id, "first": twice[0][0], "last": twice[-1][1]}
-        yield finding("duplicates", layout.run_root(run_id), text, **where)
+        span: dict[str, Any] = {"writer": writer_id, "first": twice[0][0], "last": twice[-1][1]}
+        yield finding("duplicates", layout.run_root(run_id), text, **span)
 
 
 class _Ends:
@@ -176,8 +185,9 @@ def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> 
         return
     ranks: dict[str, set[int]] = {}
     for fields in events.events("writer.opened"):
-        if not fields.get("parent_writer"):
-            ranks.setdefault(str(fields.get("role")), set()).add(int(fields.get("rank", -1)))
+        rank = fields.get("rank")
+        if type(rank) is int and not fields.get("parent_writer"):
+            ranks.setdefault(str(fields.get("role")), set()).add(rank)
     for role, size in sorted(info.roles.items()):
         absent = [str(rank) for rank in range(size) if rank not in ranks.get(role, set())]
         if not absent:
