@@ -1,5 +1,6 @@
 """The shipper dies, or its bucket lies, between any two steps; afterwards every event is there exactly once."""
 
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -89,6 +90,58 @@ def test_a_failed_call_or_a_lost_reply_at_every_call_is_retried_by_the_same_ship
         check(url, records, dead)
         chains = {r.shipper for r in ledgers.open_ledger(url).run(RUN).receipts}
         assert len(chains) == 1, "a retry is no new identity"
+
+
+class _Moody:
+    """Goes wrong at random: nothing happened, or it happened and the reply was lost, or the process dies."""
+
+    def __init__(self, inner, seed: int, helpers) -> None:
+        self._inner, self._random, self._helpers = inner, random.Random(seed), helpers
+        self.url, self.locate = inner.url, inner.locate
+
+    def __getattr__(self, name: str):
+        def call(*args):
+            mood = self._random.random()
+            error = self._helpers.Killed if mood % 0.05 < 0.01 else self._helpers.lost_reply
+            if mood < 0.06:
+                raise error()
+            value = getattr(self._inner, name)(*args)
+            if mood > 0.94:
+                raise error()
+            return value
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_series_of_faults_and_deaths_while_writers_go_on(helpers, tmp_path: Path, seed: int) -> None:
+    """A state machine by chance: record, close, die, fail, restart in any order; then every event is there once."""
+    spool, url = tmp_path / "spool", str(tmp_path / "ledger")
+    rng = random.Random(seed)
+    writers = [helpers.Writer(spool, url) for _ in range(3)]
+    records = []
+    store = _Moody(open_store(url), seed, helpers)
+    shipper = Shipper(spool, lambda _: store)
+    for _ in range(40):
+        writer = rng.choice(writers)
+        records += writer.many(rng.randrange(1, 4))
+        try:
+            shipper.cycle(flush=rng.random() < 0.7)
+        except helpers.Killed:
+            shipper = Shipper(spool, lambda _: store)
+    records += [writer.close() for writer in writers]
+    finish(spool)
+    run = ledgers.open_ledger(url).run(RUN)
+    found = Counter(
+        (record.writer_id, record.seq, record.leaf)
+        for segment in run.segments()
+        for record in segments.read_records(run.store.read(segment.path))
+    )
+    assert found == Counter((r.writer_id, r.seq, r.leaf) for r in records)
+    result = verify(url, deep=True)
+    assert result.exit_code == Exit.OK
+    assert {f.kind for f in result.findings} <= {"segment.garbage"}
+    assert len(run.receipts) > 3
 
 
 class _Tracer:

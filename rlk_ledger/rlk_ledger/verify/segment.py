@@ -40,7 +40,7 @@ def check_segment(store: Store, run_id: str, receipt: Receipt, deep: bool) -> li
         return []
     try:
         return list(_check_events(path, read_segment(data, checksums=True), receipt))
-    except FormatError as error:
+    except (FormatError, pa.ArrowException, ValueError, KeyError) as error:  # whoever forged it need not obey a format
         return [finding("segment.unreadable", path, str(error), **_span(receipt))]
 
 
