@@ -105,7 +105,7 @@ def _token_sums(out: dict[str, float | None], r: Float64, t: Float64, epsilon: t
     """Means, extremes and shares over tokens, chunk by chunk; returns how many log-ratios were clamped."""
     low, high = np.log1p(-epsilon[0]), np.log1p(epsilon[1])
     n = len(r)
-    sums = np.zeros(12)
+    sums = np.zeros(11)
     peak_prob, clamped = 0.0, 0
     d_min, d_max = np.inf, -np.inf
     for at in range(0, n, _CHUNK):
@@ -127,22 +127,26 @@ def _token_sums(out: dict[str, float | None], r: Float64, t: Float64, epsilon: t
             np.exp(np.abs(c)).sum(),
             np.count_nonzero(size > np.log(tau)),
             prob.sum(),
-            0.0,
         ]
         peak_prob = max(peak_prob, float(np.abs(prob).max()))
         d_min, d_max = min(d_min, float(c.min())), max(d_max, float(c.max()))
     mean = sums / n
+    _name_means(out, mean)
+    out["ratio_min"], out["ratio_max"] = float(np.exp(d_min)), float(np.exp(d_max))
+    out["prob_diff_max"] = peak_prob
+    out["pearson_prob"] = _pearson(np.exp(r), np.exp(t))
+    return clamped
+
+
+def _name_means(out: dict[str, float | None], mean: Float64) -> None:
+    """Metrics that are (functions of) token means, in the order `_token_sums` adds them up."""
     out["abs_dlogp_mean"], out["dlogp_mean"], out["kl_k1"] = float(mean[0]), float(mean[1]), float(-mean[1])
     out["dlogp_rms"] = float(np.sqrt(mean[2]))
     out["kl_k3"], out["policy_kl_k3"] = float(mean[3]), float(mean[4])
-    out["ratio_min"], out["ratio_mean"], out["ratio_max"] = float(np.exp(d_min)), float(mean[5]), float(np.exp(d_max))
+    out["ratio_mean"] = float(mean[5])
+    out["ess"], out["chi2_token"] = float(mean[5] ** 2 / mean[6]), float(mean[6] - 1.0)
     out["clip_fraction"], out["token_mult_prob_error"] = float(mean[7]), float(mean[8])
-    out["ess"] = float(mean[5] ** 2 / mean[6])
-    out["chi2_token"] = float(mean[6] - 1.0)
-    out["extreme_token_fraction"] = float(mean[9])
-    out["prob_diff_mean"], out["prob_diff_max"] = float(mean[10]), peak_prob
-    out["pearson_prob"] = _pearson(np.exp(r), np.exp(t))
-    return clamped
+    out["extreme_token_fraction"], out["prob_diff_mean"] = float(mean[9]), float(mean[10])
 
 
 def _pearson(x: Float64, y: Float64) -> float | None:

@@ -1,6 +1,7 @@
-"""The made runs, and how to audit one."""
+"""The made runs, the faults, and how to audit one."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,17 +12,32 @@ import pytest
 from rlk_ledger.audit import AuditResult, audit
 from rlk_ledger.history import History
 
-_SPEC = importlib.util.spec_from_file_location("made_runs", Path(__file__).with_name("made_runs.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_MADE = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_MADE)
+
+def _load(name: str) -> ModuleType:
+    """A helper module of this folder, importable by its own name."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_RUNS = _load("made_runs")
+_FAULTS: dict[str, Callable[[Any], None]] = _load("made_faults").FAULTS
 
 
 @pytest.fixture(scope="session")
 def made() -> ModuleType:
     """tests/audit/made_runs.py."""
-    return _MADE
+    return _RUNS
+
+
+@pytest.fixture(scope="session")
+def faults() -> dict[str, Callable[[Any], None]]:
+    """Every fault by name."""
+    return _FAULTS
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +45,12 @@ def audited() -> Callable[..., AuditResult]:
     """Audits the made run of a seed, with a fault or without."""
 
     def run(seed: int, fault: str | None = None) -> AuditResult:
-        return audit(History.from_events(_MADE.events(seed, fault)))
+        return audit(History.from_events(_RUNS.events(seed, None if fault is None else _FAULTS[fault])))
 
     return run
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Parametrises `fault` over every fault the made runs know."""
+    """Parametrises `fault` over every fault."""
     if "fault" in metafunc.fixturenames:
-        metafunc.parametrize("fault", sorted(_MADE.FAULTS))
+        metafunc.parametrize("fault", sorted(_FAULTS))

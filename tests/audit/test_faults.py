@@ -56,8 +56,8 @@ def test_a_fault_is_named_with_its_place(fault: str, seed: int, audited: Audited
     assert others <= ALSO.get(fault, set())
 
 
-def test_every_fault_has_an_expectation(made: ModuleType) -> None:
-    assert NAMED.keys() == made.FAULTS.keys()
+def test_every_fault_has_an_expectation(faults: dict[str, Any]) -> None:
+    assert NAMED.keys() == faults.keys()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,7 +106,7 @@ def test_what_is_not_comparable_is_not_attributed_to_a_level(audited: Audited) -
     assert slope == pytest.approx(1 / 0.6, rel=0.05)
 
 
-def test_the_order_in_which_events_arrive_changes_nothing(made: ModuleType) -> None:
-    events = made.events(1003, "bad_engine")
+def test_the_order_in_which_events_arrive_changes_nothing(made: ModuleType, faults: dict[str, Any]) -> None:
+    events = made.events(1003, faults["bad_engine"])
     forward, backward = audit(History.from_events(events)), audit(History.from_events(reversed(events)))
     assert forward.to_dict() == backward.to_dict()
