@@ -170,4 +170,10 @@ def _at_exit() -> None:
         _current.close("exit")
 
 
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
 atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork_in_child)

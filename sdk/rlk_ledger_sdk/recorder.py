@@ -305,16 +305,16 @@ class Recorder:
         if self.config.on_error == "raise":
             raise error
         name = event if isinstance(event, str) else type(event).__name__
-        kind = re.sub(r"\d+|'[^']*'", "", str(error))[:80]
+        kind = re.sub(r"\d+|'[^']*'", "_", str(error))[:200]  # without values, which may be token ids
         self._warn(f"rejected {name}", kind, f"record({name!r}) was refused and a gap event says so: {error}")
-        return self._gap("rejected", str(error), name)
+        return self._gap("rejected", kind if self._redacts else str(error), name)
 
     def _failed(self, event: Any, error: Exception) -> Reference:
         """An error of the recorder itself: never into the job, always into the ledger, and raised under tests."""
         name = event if isinstance(event, str) else type(event).__name__
-        reason = f"{type(error).__name__}: {error}"
-        self._warn("internal", reason[:80], f"record({name!r}) failed inside the recorder: {reason}")
-        reference = self._gap("internal", reason, name)
+        kind = type(error).__name__
+        self._warn("internal", f"{name} {kind}", f"record({name!r}) failed inside the recorder: {kind}: {error}")
+        reference = self._gap("internal", kind if self._redacts else f"{kind}: {error}", name)
         if self.config.on_error == "raise":
             raise error
         return reference

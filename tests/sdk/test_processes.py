@@ -109,6 +109,22 @@ def test_a_fork_while_another_thread_holds_the_lock_does_not_deadlock_the_child(
     assert len(images(parent.config.spool)) == 2
 
 
+def test_a_fork_during_anothers_init_does_not_deadlock_the_childs_first_record():
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with api._lock:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert in_fork(lambda: knob("child")) == 0
+    release.set()
+    thread.join()
+
+
 def test_what_the_child_does_never_touches_the_parents_bytes(opened):
     parent = opened()
     before = [knob(str(n)).seq for n in range(50)]

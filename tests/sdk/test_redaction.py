@@ -116,3 +116,14 @@ def test_values_masks_and_other_digests_stay(opened, monkeypatch):
     assert one.arrays["loss_mask"] == [1, 0, 1]
     assert one.fields["mask_digest"] == fingerprints.mask_digest([1, 0, 1])
     assert two.arrays["values"] == [-1.0] * 3
+
+
+@pytest.mark.parametrize("mode", ["hash", "drop"])
+def test_the_gap_of_a_refused_event_holds_no_token_id(opened, monkeypatch, mode):
+    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    recorder = opened(redaction=mode, on_error="warn")
+    record("rollout.sample", sample_id="s", response_token_ids=[1, 5000000031337], loss_mask=[1, 1])
+    (gap,) = stored(recorder)
+    assert (gap.type, gap.fields["kind"]) == ("gap", "rejected")
+    assert "response_token_ids" in gap.fields["reason"]
+    assert "31337" not in gap.fields["reason"]
