@@ -54,11 +54,11 @@ def write(table: "pa.Table", format_: str, output: Path | None) -> None:
         _print_table(table)
         return
     data = encode(table, "csv" if format_ == "table" else format_)
+    if output is None:
+        sys.stdout.buffer.write(data)
+        return
     try:
-        if output is not None:
-            output.write_bytes(data)
-        else:
-            sys.stdout.buffer.write(data)
+        output.write_bytes(data)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}.") from None
 
