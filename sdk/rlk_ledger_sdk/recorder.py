@@ -24,16 +24,17 @@ from typing import Any
 
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import encode_payload
-from rlk_ledger_schemas.errors import ConfigError, EventError, FlushTimeout, SpoolError
+from rlk_ledger_schemas.errors import EventError, FlushTimeout, SpoolError
 from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.config import Config
 from rlk_ledger_sdk.durability import Durability
-from rlk_ledger_sdk.filesystem import is_network, method_for, name_of
+from rlk_ledger_sdk.filesystem import method_for, name_of
 from rlk_ledger_sdk.forks import NO_PROCESS, new_mark
 from rlk_ledger_sdk.gaps import Losses
 from rlk_ledger_sdk.missing import without_none
+from rlk_ledger_sdk.place import prepare_spool
 from rlk_ledger_sdk.process import identity, new_writer_id
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 from rlk_ledger_sdk.scope import current_fields, merged
@@ -388,28 +389,6 @@ class Recorder:
             self._warn("close", "", str(error))
         except Exception as error:
             self._warn("close", "", f"close() could not wait for the shipper: {error}")
-
-
-def prepare_spool(config: Config) -> None:
-    """Makes the spool directory (mode 0700) and refuses one that cannot hold a spool; raises ConfigError."""
-    path = config.spool
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.stat().st_uid
-        kind = name_of(str(path))
-    except OSError as error:
-        raise ConfigError(
-            f"init: the spool {path} cannot be made ({error.strerror}); set RLK_SPOOL to a local directory."
-        ) from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"init: the spool {path} is not writable; set RLK_SPOOL to a local directory.")
-    if owner != os.getuid() and path.name == f"rlk-{os.getuid()}":
-        raise ConfigError(f"init: the spool {path} belongs to user {owner}; set RLK_SPOOL to a directory of your own.")
-    if is_network(kind) and config.spool_named != kind:
-        raise ConfigError(
-            f"init: the spool {path} is on {kind}, whose locks and cache lose events; use a local disk, or ask for it "
-            f"by name with RLK_SPOOL={kind}:{path}."
-        )
 
 
 def _typed(event: Any, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from rlk_ledger_schemas.errors import ConfigError
-from rlk_ledger_sdk import api, config, filesystem, init, recorder
+from rlk_ledger_sdk import api, config, filesystem, init, place
 from rlk_ledger_sdk.config import load_config
 
 
@@ -165,7 +165,7 @@ def test_a_read_only_spool_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["nfs", "fuse"])
 def test_a_network_spool_is_refused_unless_asked_for_by_name(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(recorder, "name_of", lambda path: kind)
+    monkeypatch.setattr(place, "name_of", lambda path: kind)
     with pytest.raises(ConfigError, match=f"is on {kind}.*RLK_SPOOL={kind}:"):
         init(str(tmp_path / "ledger"), spool=tmp_path / "spool")
     with pytest.raises(ConfigError, match=f"is on {kind}"):

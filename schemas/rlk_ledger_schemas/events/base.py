@@ -138,7 +138,7 @@ def lookup(type_name: str) -> EventType:
     """The registered type called `type_name`; raises EventError that names the nearest one."""
     kind = REGISTRY.get(type_name)
     if kind is None:
-        raise EventError(f"unknown event type {type_name!r}{_nearest(str(type_name), REGISTRY)}.")
+        raise EventError(f"unknown event type {type_name!r}{_nearest(str(type_name), REGISTRY)}")
     return kind
 
 
@@ -166,7 +166,7 @@ def convert(kind: EventType, type_name: str, fields: dict[str, Any], assigned: d
     """The wire Struct of array-free `fields`, slowly: numpy and torch scalars become numbers, errors get names."""
     if not fields.keys() <= kind.names:
         unknown = min(fields.keys() - kind.names)
-        raise EventError(f"{type_name} has no field {unknown!r}{_nearest(unknown, kind.names)}.")
+        raise EventError(f"{type_name} has no field {unknown!r}{_nearest(unknown, kind.names)}")
     try:
         return msgspec.convert({**_plain(fields), **assigned}, kind.wire)
     except (msgspec.ValidationError, TypeError) as error:
@@ -207,7 +207,7 @@ def _nearest(word: str, known: Any) -> str:
     import difflib  # for the error only: it costs a job's start-up several milliseconds
 
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}."
 
 
 def _lower(text: str) -> str:
