@@ -86,6 +86,7 @@ def test_the_ledger_comes_from_the_environment_too(capsys, ledger: str, monkeypa
         (["vrify"], "did you mean `verify`?"),
         (["verify", "--dep"], "No such option"),
         (["recover", "/nowhere"], "/nowhere is not a directory"),
+        (["ship", "--until-idle", "--spool", "/nowhere"], "/nowhere is not a directory"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_2(capsys, ledger: str, arguments: list[str], says: str) -> None:
@@ -207,3 +208,12 @@ def test_text_wraps_at_a_narrow_terminal(ledger: str, monkeypatch: pytest.Monkey
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()
     assert any("response tokens" in line or "response" in line for line in lines)
     assert max(map(len, lines)) <= 50
+
+
+def test_ship_says_when_another_shipper_serves(capsys, spool: Path) -> None:
+    from rlk_ledger.service import elected
+
+    with elected(spool):
+        code, out, _ = run(capsys, "ship", "--spool", str(spool))
+    assert code == 0
+    assert "another shipper serves" in out

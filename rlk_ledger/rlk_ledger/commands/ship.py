@@ -26,14 +26,21 @@ def _default_spool() -> str:
 def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> None:
     """Carry events from a spool directory into their ledgers.
 
-    Runs until stopped; each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes: 0 shipped or
-    stopped; 1 gave up on a bucket that did not answer, the events stay in the spool.
+    Runs until stopped; each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes:
+    0 shipped or stopped; 1 gave up on a bucket that did not answer, the events stay in the spool.
     """
     import signal
     import threading
 
     from rlk_ledger.service import serve
+    from rlk_ledger_sdk.status import lock_is_free
 
+    if until_idle and not spool.is_dir():
+        raise click.UsageError(f"{spool} is not a directory: nothing was spooled there; check --spool and RLK_SPOOL.")
+    if spool.is_dir() and not lock_is_free(spool):
+        served = f"another shipper serves {spool.absolute()}; it ships what is there."
+        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": 0}) if as_json else terminal.say(served)
+        return
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
