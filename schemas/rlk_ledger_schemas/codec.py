@@ -21,15 +21,15 @@ from rlk_ledger_schemas.errors import FormatError
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_pack_u32 = _U32.pack
-_NO_ARRAYS = _U16.pack(0)
+pack_u32 = _U32.pack
+NO_ARRAYS = _U16.pack(0)
 _decode = msgspec.msgpack.Decoder().decode
 
 
 def encode_payload(envelope: bytes, arrays: dict[str, Array]) -> bytes:
     """The payload of one event."""
     if not arrays:
-        return _pack_u32(len(envelope)) + envelope + _NO_ARRAYS
+        return pack_u32(len(envelope)) + envelope + NO_ARRAYS
     parts = [_U32.pack(len(envelope)), envelope, _U16.pack(len(arrays))]
     for name in sorted(arrays) if len(arrays) > 1 else arrays:
         array = arrays[name]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_ledger_schemas.arrays import Array
-from rlk_ledger_schemas.codec import encode_payload
+from rlk_ledger_schemas.codec import NO_ARRAYS, encode_payload, pack_u32
 from rlk_ledger_schemas.errors import EventError, FlushTimeout, SpoolError
 from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode
 from rlk_ledger_schemas.frame import SpoolHeader
@@ -198,7 +198,11 @@ class Recorder:
                 wire.seq = seq
                 wire.wall_ns = _wall()
                 wire.mono_ns = _mono()
-                payload = encode_payload(encode(wire), arrays)
+                payload = encode(wire)
+                if arrays:
+                    payload = encode_payload(payload, arrays)
+                else:
+                    payload = pack_u32(len(payload)) + payload + NO_ARRAYS  # the same, without a call
                 spool.put(payload)
                 self._unsettled = settling and not self._recovered()
             except Full as full:
