@@ -365,3 +365,25 @@ def test_a_shipper_process_refuses_a_ledger_that_dies_with_it(new_writer, spool)
     shipper.cycle(flush=True)
     assert "lives in one process only" in shipper.errors()[0]
     assert list(writer.directory.glob("*.spool"))
+
+
+def test_a_dead_writers_spool_is_kept_until_its_loss_is_stated(
+    new_writer, spool, url, helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events are committed already: only the statement about its torn tail still needs the file."""
+    writer = new_writer()
+    writer.many(2)
+    Shipper(spool).cycle(flush=True)
+    at = writer.spool.at[0]
+    writer.spool._map[at + 8 : at + 30] = b"x" * 22
+    monkeypatch.setattr(spools, "is_alive", lambda header: False)
+    store = open_store(url)
+    monkeypatch.setattr(store, "create", lambda *_: (_ for _ in ()).throw(helpers.lost_reply()))
+    failing = Shipper(spool, lambda _: store)
+    failing.cycle(flush=True)
+    failing.cycle(flush=True)
+    assert failing.errors()
+    assert list(writer.directory.glob("*.spool")), "the evidence is still there"
+    Shipper(spool).cycle(flush=True)
+    assert statements(url) == [(writer.writer_id, 30)]
+    assert not writer.directory.exists()
