@@ -167,30 +167,33 @@ class SpoolWriter:
             raise
 
     def _open_next(self, need: int) -> None:
-        size = self._size_for(need)
-        try:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            self._fresh = fresh = self._prepare(self.number + 1, size)
-            self._temporary(fresh.number).rename(fresh.path)
-        except OSError as error:
-            raise Full(f"no spool file of {size} bytes in {self._directory}: {error.strerror}") from None
-        self._adopt(fresh)
-
-    def _size_for(self, need: int) -> int:
-        """Bytes of the next file: the growth schedule, or what one large event needs, or what the budget leaves."""
         if need > MAX_PAYLOAD:
             raise EventError(f"an event of {need} bytes is larger than 4 GiB; record it in parts.")
+        least = max(FIRST_FILE, -(-(need + RESERVE + _PAGE) // _PAGE) * _PAGE)
+        size = self._within_budget(max(self._next_size, least), least)
+        while True:
+            try:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                self._fresh = fresh = self._prepare(self.number + 1, size)
+                self._temporary(fresh.number).rename(fresh.path)
+                break
+            except OSError as error:
+                if size == least:
+                    raise Full(f"no spool file of {size} bytes in {self._directory}: {error.strerror}") from None
+                size = max(least, size // 2)
+        self._adopt(fresh)
+
+    def _within_budget(self, size: int, least: int) -> int:
+        """`size`, or what the budget leaves of it, not less than `least`; raises Full."""
         last_seq = self.at[1] - 1
         if self._file is not None:
             self._budget.finished(self._file.path, self._file.size, last_seq)
-        least = -(-(need + RESERVE + _PAGE) // _PAGE) * _PAGE
-        size = max(self._next_size, least)
         while not self._budget.fits(size, last_seq):
-            if size <= max(FIRST_FILE, least):
+            if size == least:
                 if self._budget.wait(size, last_seq):
                     break
                 raise Full(f"the spool budget is used up ({size} more bytes do not fit) in {self._directory}")
-            size = max(FIRST_FILE, least, size // 2)
+            size = max(least, size // 2)
         return size
 
     def _prepare(self, number: int, size: int) -> _File:

@@ -204,6 +204,21 @@ def test_a_full_disk_costs_a_gap_and_recovers(opened, image, small, monkeypatch,
     assert not list(recorder_.directory.glob(".*.tmp"))
 
 
+def test_a_nearly_full_disk_gets_a_smaller_file(opened, image, small, monkeypatch):
+    recorder_ = opened()
+    real = os.posix_fallocate
+
+    def nearly_full(fd, offset, size):
+        if size > 20000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    assert all(bulk().seq is not None for _ in range(20))
+    assert {p.stat().st_size for p in recorder_.directory.glob("*.spool")} == {16384}
+    assert gaps(image(recorder_).events) == []
+
+
 def test_a_disk_full_from_the_start_still_states_who_writes_when_it_recovers(opened, image, small, monkeypatch):
     real = os.posix_fallocate
 
