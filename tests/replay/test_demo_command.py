@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,13 @@ COMMAND = str(Path(sys.executable).with_name("rlk-ledger"))
 
 def rlk(*arguments: str) -> "subprocess.CompletedProcess[str]":
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RLK_", "PYTEST_"))}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, env=environment, timeout=280)
+
+
+def shell(line: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(line, shell=True, capture_output=True, text=True, env=environment, timeout=120)
 
 
 def demo(directory: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -85,14 +92,24 @@ def test_the_report_opens_offline(clean: tuple[Path, int, dict[str, Any]]) -> No
 
 
 @pytest.mark.demo
-def test_a_second_run_joins_the_same_ledger(clean: tuple[Path, int, dict[str, Any]]) -> None:
-    directory, _, _ = clean
+def test_a_second_run_joins_the_ledger_and_its_suggestions_work(
+    clean: tuple[Path, int, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Pasted one after the other: the query answers, verify is content, one flipped bit is found."""
+    directory = shutil.copytree(clean[0], tmp_path / "copy")
     done = rlk("demo", "--dir", str(directory), "--steps", "1")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "run demo-2 in" in done.stdout
-    assert "within floor" in done.stdout
     assert f"Report: {directory.resolve() / 'report.html'}" in done.stdout
     assert rlk_ledger.open(str(directory / "ledger")).runs() == ["demo", "demo-2"]
+
+    query, verify, damage = [line.strip() for line in done.stdout.partition("Try:\n")[2].splitlines()]
+    answer = shell(query)
+    assert answer.returncode == 0, answer.stderr
+    assert "drift" in answer.stdout
+    assert shell(verify).returncode == 0
+    assert shell(damage).returncode == 0
+    assert shell(verify).returncode == 1
 
 
 @pytest.mark.demo

@@ -154,5 +154,5 @@ def _replay(ledger: "Ledger", settings: Settings, phases: Phases) -> "ReplayResu
     with phases.phase("replay", "score both sides with the reference") as phase:
         request = Request(samples=REPLAYED_SAMPLES, seed=settings.seed)
         result = replay(ledger, settings.run_id, request=request, progress=phase)
-        phase.note(f"{result.verdict.replace('_', ' ')}: {result.decision.decision.replace('_', ' ')}")
+        phase.note(f"{result.decision.decision.replace('_', ' ')}, {result.counts()['tokens']:,} tokens scored")
     return result
