@@ -18,8 +18,10 @@ CANARY = "canary"
 RUNS = "runs"
 
 _SHIPPER = re.compile(r"[0-9a-f]{32}")
-_RECEIPT = re.compile(r"receipt/([0-9a-f]{32})/([0-9]{8,})\.json")
-_SEGMENT = re.compile(r"segment/([0-9a-f]{32})/([0-9]{8,})-([0-9a-f]{16})\.parquet")
+# One number has one name: a second name for it would be an object that readers see and a check of the first misses.
+_NUMBER = r"([0-9]{8}|[1-9][0-9]{8,14})"
+_RECEIPT = re.compile(rf"receipt/([0-9a-f]{{32}})/{_NUMBER}\.json")
+_SEGMENT = re.compile(rf"segment/([0-9a-f]{{32}})/{_NUMBER}-([0-9a-f]{{16}})\.parquet")
 
 
 def run_root(run_id: str) -> str:

@@ -368,6 +368,25 @@ def test_an_object_among_the_receipts_that_is_none_is_named(root: Path) -> None:
     assert [(f.kind, f.object) for f in errors(root)] == [("object.unknown", relative(root, stray))]
 
 
+@pytest.mark.parametrize("name", ["000000000.json", "0.json", "0000000000000000.json", "00000000.JSON"])
+def test_a_second_name_for_a_receipts_number_is_named_and_no_reader_takes_it(root: Path, name: str) -> None:
+    """Else a forged receipt beside the real one would be read by queries and skipped by verify."""
+    events = len(list(open_ledger(str(root)).read_events(RUN)))
+    stray = receipts(root)[0].with_name(name)
+    stray.write_bytes(receipts(root)[0].read_bytes())
+    assert [(f.kind, f.object) for f in errors(root)] == [("object.unknown", relative(root, stray))]
+    assert len(list(open_ledger(str(root)).read_events(RUN))) == events
+
+
+def test_a_receipt_with_a_huge_number_is_one_finding_not_a_search_for_all_before_it(root: Path) -> None:
+    last = receipts(root)[-1]
+    stray = last.with_name("100000000000000.json")
+    stray.write_bytes(last.read_bytes())
+    found = {(f.kind, f.object) for f in errors(root)}
+    assert ("receipt.misplaced", relative(root, stray)) in found
+    assert [kind for kind, _ in found].count("receipt.missing") == 1
+
+
 def test_a_segment_no_receipt_names_is_garbage_and_fine(root: Path) -> None:
     stray = root / "runs" / RUN / layout.segment_name(new_shipper(), 0, bytes(32))
     stray.parent.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from rlk_ledger import layout
+from rlk_ledger.spans import merged, subtract
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
@@ -75,13 +76,14 @@ def _chain(store: Store, run_id: str, shipper: str, numbers: set[int], findings:
     out = []
     previous: str | None = None
     linked = True  # whether `previous` is known
-    for n in range(max(numbers) + 1):
+    last = max(numbers)
+    for first, until in subtract([(0, last)], merged((n, n) for n in numbers)):
+        gone = f"receipt {first} of {last + 1} is" if first == until else f"receipts {first}-{until} of {last + 1} are"
+        text = f"{gone} gone, and with that what the segments held"
+        findings.append(finding("receipt.missing", layout.receipt_path(run_id, shipper, first), text))
+    for n in sorted(numbers):
         path = layout.receipt_path(run_id, shipper, n)
-        if n not in numbers:
-            text = f"receipt {n} of {max(numbers) + 1} is gone, and with it what its segment held"
-            findings.append(finding("receipt.missing", path, text))
-            linked = False
-            continue
+        linked = linked and (n == 0 or n - 1 in numbers)
         data = store.read(path)
         try:
             receipt = decode_receipt(data, path)
