@@ -53,11 +53,14 @@ class Run:
         try:
             return decode_run(self.store.read(self._path), self._path)
         except Missing:
-            raise LedgerError(
-                f"no run {self.run_id!r} in {self.store.url}; `rlk-ledger runs` lists what is there."
-            ) from None
+            raise LedgerError(self._missing()) from None
         except FormatError as error:
             raise LedgerError(f"{error} `rlk-ledger verify {self.run_id}` says what else is damaged.") from None
+
+    def _missing(self) -> str:
+        if self.store.children(f"{layout.run_root(self.run_id)}/receipt"):
+            return f"{self._path} is gone; `rlk-ledger verify {self.run_id}` says what else is damaged."
+        return f"no run {self.run_id!r} in {self.store.url}; `rlk-ledger runs` lists what is there."
 
     @cached_property
     def receipts(self) -> tuple[Receipt, ...]:
@@ -135,12 +138,13 @@ class Ledger:
         return self.store.url
 
     def runs(self) -> list[str]:
-        """Ids of the runs, sorted."""
+        """Ids of the runs, sorted; one that lost its run.json and still has receipts is among them."""
         return [name for name in self.store.children(layout.RUNS) if self._is_run(name)]
 
     def _is_run(self, name: str) -> bool:
         with contextlib.suppress(ValueError):
-            return self.store.stat(layout.run_json(name)) is not None
+            there = self.store.stat(layout.run_json(name)) is not None
+            return there or bool(self.store.children(f"{layout.run_root(name)}/receipt"))
         return False
 
     def run(self, run_id: str) -> Run:

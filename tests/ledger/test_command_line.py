@@ -51,6 +51,22 @@ def test_help_lists_every_command_with_its_line_and_imports_none_of_them() -> No
         assert cli.summary(name)[:20] in line
 
 
+def test_a_damaged_run_hides_no_other_and_is_not_hidden(capsys, ledger: str) -> None:
+    build(ledger, "r2", [event("r2", B, 0, "writer.closed", reason="done")])
+    (Path(ledger) / "runs" / RUN / "run.json").unlink()
+    code, out, _ = run(capsys, "runs", "--ledger", ledger)
+    assert code == 1
+    assert ["r1", "damaged"] in [line.split() for line in out.splitlines()]
+    assert "r2" in out
+    assert "run.json is gone; `rlk-ledger verify r1` says" in out
+    code, out, _ = run(capsys, "runs", "--json", "--ledger", ledger)
+    assert code == 1
+    assert ["error" in r for r in json.loads(out)["runs"]] == [True, False]
+    code, out, err = run(capsys, "query", "select count(*) from events", "--ledger", ledger)
+    assert (code, out) == (2, "")
+    assert "run.json is gone" in err, "a run that lost its record does not vanish from answers"
+
+
 def test_runs_and_show_say_what_is_there(capsys, ledger: str) -> None:
     code, out, err = run(capsys, "runs", "--ledger", ledger)
     assert (code, err) == (0, "")

@@ -1,33 +1,55 @@
 """`runs` and `show`: what is in a ledger."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlk_ledger import terminal
+from rlk_ledger_schemas.errors import LedgerError
+
+if TYPE_CHECKING:
+    from rlk_ledger.ledger import Ledger
 
 
 @click.command()
 @terminal.ledger_option
 @terminal.output_options
-def runs(url: str | None, as_json: bool) -> None:
-    """List the runs of a ledger: roles, writers, steps, events, gaps."""
-    from rlk_ledger.summary import overview
+@click.pass_context
+def runs(ctx: click.Context, url: str | None, as_json: bool) -> None:
+    """List the runs of a ledger: roles, writers, steps, events, gaps.
 
+    Exit codes: 0, or 1 when a run is damaged; the others are listed all the same.
+    """
     ledger = terminal.open_url(url)
-    found = [overview(ledger.run(run_id)) for run_id in ledger.runs()]
+    found = [_overview(ledger, run_id) for run_id in ledger.runs()]
+    damaged = [r for r in found if "error" in r]
     if as_json:
         terminal.echo_json({"ledger": ledger.url, "ledger_id": ledger.info.ledger_id, "runs": found})
-        return
+        ctx.exit(1 if damaged else 0)
     if not found:
         terminal.say(f"{ledger.url} holds no runs yet.")
         return
     headers = ("run", "roles", "writers", "steps", "events", "size", "state")
     rows = [
-        (r["run_id"], _roles(r), r["writers"], _steps(r), r["events"], terminal.size_text(r["bytes"]), _state(r))
+        (r["run_id"], "", "", "", "", "", "damaged")
+        if "error" in r
+        else (r["run_id"], _roles(r), r["writers"], _steps(r), r["events"], terminal.size_text(r["bytes"]), _state(r))
         for r in found
     ]
     terminal.table(headers, rows, right=("writers", "events", "size"))
+    for run in damaged:
+        terminal.say(run["error"])
+    ctx.exit(1 if damaged else 0)
+
+
+def _overview(ledger: "Ledger", run_id: str) -> dict[str, Any]:
+    """The run at a glance, or `error`: one damaged run must not hide the others."""
+    from rlk_ledger.summary import overview
+
+    try:
+        return overview(ledger.run(run_id))
+    except LedgerError as error:
+        return {"run_id": run_id, "error": str(error)}
 
 
 @click.command()

@@ -189,10 +189,16 @@ def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> 
         if type(rank) is int and not fields.get("parent_writer"):
             ranks.setdefault(str(fields.get("role")), set()).add(rank)
     for role, size in sorted(info.roles.items()):
-        absent = [str(rank) for rank in range(size) if rank not in ranks.get(role, set())]
+        absent = subtract([(0, size - 1)] if size > 0 else [], merged((r, r) for r in ranks.get(role, ())))
         if not absent:
             continue
-        shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        shown = _shown(absent)
         text = f"of {size} {role} ranks these never reported: {shown}"
         kind = "run.open" if open_ else "rank.missing"
         yield finding(kind, layout.run_json(run_id), text)
+
+
+def _shown(spans: _Spans) -> str:
+    """`0, 2, 4-7`, of many ranges the first eight."""
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:8])
+    return text + (f" and {total(spans[8:])} more" if len(spans) > 8 else "")
