@@ -433,7 +433,7 @@ def test_the_roster_counts_ranks_once_the_writers_are_done_and_children_never(tm
     done = verify(url)
     assert done.exit_code == Exit.GAP
     assert [(f.kind, f.object) for f in done.findings] == [("rank.missing", "runs/r1/run.json")]
-    assert done.findings[0].text.endswith("1, 2")
+    assert done.findings[0].text.endswith("1-2")
 
 
 def test_an_unknown_run_ledger_or_name_is_usage(root: Path, tmp_path: Path) -> None:
