@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rlk_ledger_schemas.events import REGISTRY, EventType
+from rlk_ledger_schemas.events import REGISTRY, EventType, envelope_struct
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo
 
@@ -33,9 +33,10 @@ def _event(name: str, kind: EventType) -> dict[str, Any]:
         array: {"dtype": spec.dtype, "required": spec.required, "tokens": spec.tokens, "description": spec.doc}
         for array, spec in sorted(kind.arrays.items())
     }
-    schema = msgspec.json.schema(kind.wire)
+    envelope = envelope_struct(kind)
+    schema = msgspec.json.schema(envelope)
     # A recorder refuses unknown fields; readers keep those of a newer writer, and the schema is for readers.
-    schema["$defs"][kind.wire.__name__].pop("additionalProperties", None)
+    schema["$defs"][envelope.__name__].pop("additionalProperties", None)
     return {
         "$schema": DIALECT,
         "title": name,

@@ -18,7 +18,7 @@ from rlk_ledger_schemas.arrays import ITEMSIZE
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.columns import array_column
 from rlk_ledger_schemas.errors import FormatError, LedgerError
-from rlk_ledger_schemas.events import REGISTRY
+from rlk_ledger_schemas.events import REGISTRY, envelope_struct
 from rlk_ledger_schemas.metrics import VALUE_CLASSES
 
 KEYS = {"run_id": pa.string(), "writer_id": pa.string(), "seq": pa.int64(), "wall_ns": pa.int64(), "step": pa.int64()}
@@ -35,7 +35,7 @@ def field_types(kinds: Iterable[str]) -> dict[str, pa.DataType]:
     """Column -> Arrow type of the fields of these event types, keys first."""
     out = dict(KEYS)
     for kind in kinds:
-        for field in msgspec.structs.fields(REGISTRY[kind].wire):
+        for field in msgspec.structs.fields(envelope_struct(REGISTRY[kind])):
             if field.name not in out and field.name not in ("schema_version", "mono_ns"):
                 out[field.name] = _arrow_type(field.type)
     return out

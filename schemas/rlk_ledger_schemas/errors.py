@@ -14,9 +14,23 @@ RlkError
 A message is one sentence or two: what, where (run, writer, seq, object, JSON path), what to do next.
 """
 
+_LONGEST = 1000
+
 
 class RlkError(Exception):
-    """The root: catching it catches every error raised on purpose."""
+    """The root: catching it catches every error raised on purpose.
+
+    A message that quotes something huge loses its middle: it stays a sentence, in a log and in a gap event.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*map(_shortened, args))
+
+
+def _shortened(value: object) -> object:
+    if not isinstance(value, str) or len(value) <= _LONGEST:
+        return value
+    return f"{value[:300]} [...] {value[-300:]}"
 
 
 class UsageError(RlkError, ValueError):

@@ -62,7 +62,10 @@ def sha256(data: bytes) -> str:
 
 def contract_id(kind: str, version: str, body: Mapping[str, Any]) -> str:
     """The id of a contract: sha256 of the RFC 8785 JSON of {kind, version, body}. Raises FingerprintError."""
-    return sha256(canonical_json({"kind": kind, "version": version, "body": body}))
+    try:
+        return sha256(canonical_json({"kind": kind, "version": version, "body": body}))
+    except RecursionError:
+        raise FingerprintError("`$.body` is nested too deep, or holds itself.") from None
 
 
 def token_digest(token_ids: Any) -> str:

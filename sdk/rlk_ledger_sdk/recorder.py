@@ -24,8 +24,8 @@ from typing import Any
 
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import NO_ARRAYS, encode_payload, pack_u32
-from rlk_ledger_schemas.errors import EventError, FlushTimeout, SpoolError
-from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode
+from rlk_ledger_schemas.errors import EventError, FlushTimeout, SpoolError, UsageError
+from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode, make_plain
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.config import Config
@@ -75,14 +75,7 @@ class Recorder:
         self._losses = Losses()
         self._deferred: deque[tuple[str, Any, dict[str, Array], Reference]] = deque()
         self._contracts: dict[str, Reference] = {}
-        self._assigned = {
-            "schema_version": SCHEMA_VERSION,
-            "seq": 0,
-            "wall_ns": 0,
-            "mono_ns": 0,
-            "run_id": config.run_id,
-            "writer_id": writer_id,
-        }
+        self._run_id = config.run_id
         opened = {**config.writer_opened, "host": me.host, "pid": me.pid}
         if parent_writer is not None:
             opened["parent_writer"] = parent_writer
@@ -159,15 +152,20 @@ class Recorder:
             if scoped is not None:
                 fields = merged(scoped, fields)
             try:
-                wire, arrays = check_fields(event, fields, self._assigned)
+                wire, arrays = check_fields(event, fields)
             except EventError:
                 if not without_none(event, fields):
                     raise
-                wire, arrays = check_fields(event, fields, self._assigned)
+                wire, arrays = check_fields(event, fields)
             if self._redacts:
                 arrays = self.config.redaction.apply(event, wire, arrays)
-            reference = self._append(event, wire, arrays)
-        except EventError as error:
+            try:
+                reference = self._append(event, wire, arrays)
+            except (TypeError, ValueError, OverflowError, RecursionError):
+                if not make_plain(event, wire):
+                    raise
+                reference = self._append(event, wire, arrays)
+        except UsageError as error:  # an EventError, or what a contract's body cannot hold
             return self._rejected(event, error)
         except SpoolError:
             raise
@@ -195,9 +193,12 @@ class Recorder:
                 self._unsettled = True
                 spool = self._spool
                 seq = spool.at[1]
+                wire.schema_version = SCHEMA_VERSION
                 wire.seq = seq
                 wire.wall_ns = _wall()
                 wire.mono_ns = _mono()
+                wire.run_id = self._run_id
+                wire.writer_id = self.writer_id
                 payload = encode(wire)
                 if arrays:
                     payload = encode_payload(payload, arrays)
@@ -245,7 +246,14 @@ class Recorder:
         self._spool.put(self._encoded(name, fields))
 
     def _encoded(self, name: str, fields: dict[str, Any]) -> bytes:
-        assigned = {**self._assigned, "seq": self._spool.at[1], "wall_ns": _wall(), "mono_ns": _mono()}
+        assigned = {
+            "schema_version": SCHEMA_VERSION,
+            "seq": self._spool.at[1],
+            "wall_ns": _wall(),
+            "mono_ns": _mono(),
+            "run_id": self._run_id,
+            "writer_id": self.writer_id,
+        }
         wire, arrays = check_fields(name, dict(fields), assigned)
         return encode_payload(encode(wire), arrays)
 
@@ -305,7 +313,7 @@ class Recorder:
             self._file_number = self._spool.number
             self._durability.ensure_shipper()
 
-    def _rejected(self, event: Any, error: EventError) -> Reference:
+    def _rejected(self, event: Any, error: UsageError) -> Reference:
         """A malformed event: raises under tests; else one warning per kind of mistake and a gap event."""
         if self.config.on_error == "raise":
             raise error
@@ -368,7 +376,7 @@ class Recorder:
         if self._mark[0]:
             self._afterwards()
             self._settle_quietly(roll=True)
-            closed, arrays = check_fields("writer.closed", {"reason": reason}, self._assigned)
+            closed, arrays = check_fields("writer.closed", {"reason": reason})
             with contextlib.suppress(SpoolError):  # warned about; the reader will say that this writer never closed
                 self._append("writer.closed", closed, arrays)
         here = bool(self._mark[0])

@@ -4,6 +4,7 @@ import struct
 from array import array
 from types import MappingProxyType
 
+import msgspec
 import numpy
 import pytest
 from hypothesis import given
@@ -15,16 +16,17 @@ from rlk_ledger_schemas.errors import EventError, UsageError
 
 SAMPLE = {"sample_id": "s0", "response_token_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}
 SCORE = {"sample_id": "s0", "source": "rollout", "values": [-0.5, -1.0], "contract_id": "sha256:00"}
+ASSIGNED = {"schema_version": 1, "seq": 0, "wall_ns": 0, "mono_ns": 0, "run_id": "r", "writer_id": "w"}
 
 
 def check(type_name: str, **fields: object) -> tuple[object, dict[str, Array]]:
-    return events.check_fields(type_name, dict(fields))
+    return events.check_fields(type_name, dict(fields), ASSIGNED)
 
 
 def test_typed_and_keyword_form_give_the_same_payload() -> None:
     typed = events.RolloutSample(**SAMPLE, sampling={"temperature": 0.7}, labels={"a": "b"}, step=3)
     left = check("rollout.sample", **SAMPLE, sampling={"temperature": 0.7}, labels={"a": "b"}, step=3)
-    right = events.check_fields(typed.TYPE, typed.fields())
+    right = events.check_fields(typed.TYPE, typed.fields(), ASSIGNED)
     assert events.encode(left[0]) == events.encode(right[0])
     assert left[1] == right[1]
 
@@ -128,8 +130,6 @@ def test_a_contract_gets_its_id_and_the_same_body_the_same_id() -> None:
 def test_unknown_fields_of_a_newer_writer_stay_in_the_envelope() -> None:
     wire, _ = check("writer.closed", reason="done")
     envelope = codec._decode(events.encode(wire)) | {"from_the_future": [1, {"x": 2}]}
-    import msgspec
-
     assert codec.decode_envelope(msgspec.msgpack.encode(envelope))["from_the_future"] == [1, {"x": 2}]
 
 
@@ -182,6 +182,19 @@ def test_every_registered_type_round_trips_through_its_own_fields() -> None:
         assert name == kind.public.TYPE
         assert kind.wire.__struct_config__.tag == name
         assert not set(kind.arrays) - kind.names
+
+
+@pytest.mark.parametrize("name", events.ASSIGNED)
+def test_only_the_recorder_assigns_what_it_assigns(name: str) -> None:
+    for value in (0, 1, "", "w", None, events.ASSIGNED):
+        with pytest.raises(EventError, match=f"no field '{name}'"):
+            check("logprobs", **SCORE, **{name: value})
+
+
+def test_an_envelope_decodes_as_the_struct_that_readers_are_shown() -> None:
+    wire, _ = check("logprobs", **SCORE, step=3)
+    read = msgspec.msgpack.decode(events.encode(wire), type=events.envelope_struct(events.REGISTRY["logprobs"]))
+    assert (read.seq, read.writer_id, read.step) == (0, "w", 3)
 
 
 def test_a_bad_event_object_cannot_be_built() -> None:

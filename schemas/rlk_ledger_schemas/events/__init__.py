@@ -10,7 +10,10 @@ from rlk_ledger_schemas.events.base import (
     check_fields,
     convert,
     encode,
+    envelope_struct,
     lookup,
+    make_plain,
+    plain,
     take_arrays,
 )
 from rlk_ledger_schemas.events.decisions import CollectiveObserved, ContractDeclared, KnobApplied, OperatorDecided
@@ -60,6 +63,9 @@ __all__ = [
     "check_fields",
     "convert",
     "encode",
+    "envelope_struct",
     "lookup",
+    "make_plain",
+    "plain",
     "take_arrays",
 ]

@@ -26,8 +26,14 @@ Arrays = dict[str, Array]
 
 # Assigned by the recorder, never by the caller.
 ASSIGNED = ("schema_version", "seq", "wall_ns", "mono_ns", "run_id", "writer_id")
-_ASSIGNED_COUNT = len(ASSIGNED)
 COMMON = ("step", "rollout_id", "attempt", "labels")
+
+
+class _Unassigned:
+    """Type and value of an assigned field until the recorder sets it: no caller's value converts to it."""
+
+
+_UNASSIGNED = _Unassigned()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +66,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventType(msgspec.Struct, frozen=True):
-    """One registered type: its public Struct, its wire Struct and its field names."""
+    """One registered type: its public Struct, the wire Struct that a recorder fills, and its field names."""
 
     public: type[Event]
     wire: type[msgspec.Struct]
@@ -80,26 +86,12 @@ REGISTRY: dict[str, EventType] = {}
 
 def register(cls: type[Event]) -> type[Event]:
     """Derives the wire Struct of `cls` and enters the type into REGISTRY."""
-    fields: list[Any] = [(name, str if name.endswith("_id") else int) for name in ASSIGNED]
-    for field in msgspec.structs.fields(cls):
-        if field.name in cls.ARRAYS:
-            continue
-        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
-    wire = msgspec.defstruct(
-        cls.__name__ + "Wire",
-        fields,  # not frozen: the recorder numbers it, nobody else sees it
-        kw_only=True,
-        tag_field="type",
-        tag=cls.TYPE,
-        omit_defaults=True,
-        forbid_unknown_fields=True,
-        gc=False,  # lives for one record() and is part of no cycle
-    )
+    wire = _wire_struct(cls, [(name, _Unassigned, _UNASSIGNED) for name in ASSIGNED])
     where = {name: (spec.dtype, f"{cls.TYPE}.{name}") for name, spec in cls.ARRAYS.items()}
     REGISTRY[cls.TYPE] = EventType(
         public=cls,
         wire=wire,
-        names=frozenset(f[0] for f in fields) - frozenset(ASSIGNED) | frozenset(cls.ARRAYS),
+        names=frozenset(cls.__struct_fields__) | frozenset(cls.ARRAYS),
         arrays=cls.ARRAYS,
         plan=tuple((name, *where[name]) for name in cls.ARRAYS),
         nested=tuple((n, n.split(".")[0], n.split(".")[1], *where[n]) for n in sorted(cls.ARRAYS) if "." in n),
@@ -109,28 +101,52 @@ def register(cls: type[Event]) -> type[Event]:
     return cls
 
 
-UNASSIGNED: dict[str, Any] = {n: "" if n.endswith("_id") else 0 for n in ASSIGNED}
+def envelope_struct(kind: EventType) -> type[msgspec.Struct]:
+    """The envelope of `kind` as a reader finds it: its wire Struct with the types of the assigned fields."""
+    return _wire_struct(kind.public, [(name, str if name.endswith("_id") else int) for name in ASSIGNED])
+
+
+def _wire_struct(cls: type[Event], fields: list[Any]) -> type[msgspec.Struct]:
+    for field in msgspec.structs.fields(cls):
+        if field.name in cls.ARRAYS:
+            continue
+        fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
+    return msgspec.defstruct(
+        cls.__name__ + "Wire",
+        fields,  # not frozen: the recorder numbers it, nobody else sees it
+        kw_only=True,
+        tag_field="type",
+        tag=cls.TYPE,
+        omit_defaults=True,
+        forbid_unknown_fields=True,
+        gc=False,  # lives for one record() and is part of no cycle
+    )
+
+
+_convert = msgspec.convert
 encode = msgspec.msgpack.Encoder().encode
 """The envelope of a wire Struct: one msgpack map, absent fields left out."""
 
 
-def check_fields(type_name: str, fields: dict[str, Any], assigned: dict[str, Any] = UNASSIGNED) -> tuple[Any, Arrays]:
+def check_fields(
+    type_name: str, fields: dict[str, Any], assigned: Mapping[str, Any] | None = None
+) -> tuple[Any, Arrays]:
     """Checks one event given as keyword arguments (`fields` is consumed); returns (wire Struct, arrays).
 
-    `assigned` holds what the recorder adds (sequence number, clocks, run and writer id). Raises EventError.
+    `assigned` holds what the recorder adds (sequence number, clocks, run and writer id); without it the caller sets
+    them on the wire Struct before encoding it. Raises EventError.
     """
     kind = REGISTRY.get(type_name) or lookup(type_name)
     arrays = take_arrays(kind, type_name, fields) if kind.plan else {}
     try:
-        # The wire Struct forbids unknown fields; fields that the recorder assigns would vanish in the merge instead.
-        merged = {**fields, **assigned}
-        if len(merged) != len(fields) + _ASSIGNED_COUNT:
-            raise TypeError
-        wire = msgspec.convert(merged, kind.wire)
-    except (msgspec.ValidationError, TypeError):
-        wire = convert(kind, type_name, fields, assigned)
+        wire = _convert(fields, kind.wire)
+    except Exception:  # a caller's object may answer a look at it with anything
+        wire = convert(kind, type_name, fields)
     if kind.check is not None:
         kind.check(wire, arrays)
+    if assigned is not None:
+        for name in ASSIGNED:
+            setattr(wire, name, assigned[name])
     return wire, arrays
 
 
@@ -162,23 +178,63 @@ def take_arrays(kind: EventType, type_name: str, fields: dict[str, Any]) -> Arra
     return arrays
 
 
-def convert(kind: EventType, type_name: str, fields: dict[str, Any], assigned: dict[str, Any]) -> Any:
+def convert(kind: EventType, type_name: str, fields: dict[str, Any]) -> Any:
     """The wire Struct of array-free `fields`, slowly: numpy and torch scalars become numbers, errors get names."""
     if not fields.keys() <= kind.names:
         unknown = min(fields.keys() - kind.names)
         raise EventError(f"{type_name} has no field {unknown!r}{_nearest(unknown, kind.names)}")
     try:
-        return msgspec.convert({**_plain(fields), **assigned}, kind.wire)
+        return msgspec.convert(plain(fields), kind.wire)
     except (msgspec.ValidationError, TypeError) as error:
         raise EventError(f"{type_name}: {_lower(str(error))}.") from None
+    except Exception as error:
+        raise _unencodable(type_name, fields) or EventError(f"{type_name}: {_reason(error)}.") from None
 
 
-def _plain(value: Any) -> Any:
+def make_plain(type_name: str, wire: Any) -> bool:
+    """Turns what MessagePack cannot hold and Python can (numpy and torch scalars in free fields) into plain values.
+
+    False when nothing had to be turned; raises EventError, naming the field, for what has no plain value.
+    """
+    fields = {n: getattr(wire, n) for n in wire.__struct_fields__ if n not in ASSIGNED}
+    refused = _unencodable(type_name, fields)
+    if refused is not None:
+        raise refused
+    turned = False
+    for name, value in fields.items():
+        try:
+            encode(value)
+        except TypeError:
+            setattr(wire, name, plain(value))
+            turned = True
+    return turned
+
+
+def _unencodable(type_name: str, fields: Mapping[str, Any]) -> EventError | None:
+    for name, value in fields.items():
+        try:
+            encode(plain(value))
+        except Exception as error:
+            return EventError(f"{type_name}: `{name}` cannot be stored: {_reason(error)}.")
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep, or holds itself"
+    if isinstance(error, OverflowError):
+        return "it holds an integer that does not fit 64 bits; use a string"
+    if isinstance(error, UnicodeError):
+        return "it holds text with a lone surrogate, which is not Unicode; encode it first"
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"
+
+
+def plain(value: Any) -> Any:
     """Numpy and torch scalars as Python numbers, read-only mappings as dicts, recursively."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         return value.item()
     return value
