@@ -70,15 +70,17 @@ def checkpoints(held: Iterable[Held]) -> list[Gate]:
 
 def engine_weights(history: History, versions: Iterable[str]) -> list[Gate]:
     """Whether the engines took, under each version, the digest that was published under it."""
-    published = {f.fields["weight_version"]: f.fields["digest"] for f in history.of("weights.published")}
+    published: dict[str, set[str]] = defaultdict(set)
+    for fact in history.of("weights.published"):
+        published[fact.fields["weight_version"]].add(fact.fields["digest"])
+    wanted_versions = set(versions)
     gates = []
     for fact in history.of("weights.loaded"):
-        version = fact.fields["weight_version"]
-        wanted, found = published.get(version), fact.fields["digest"]
-        if version not in versions or wanted is None or wanted.partition(":")[0] != found.partition(":")[0]:
-            continue
-        if wanted != found:
-            others = sorted(name for name, digest in published.items() if digest == found)
+        version, found = fact.fields["weight_version"], fact.fields["digest"]
+        scheme = found.partition(":")[0]
+        wanted = {digest for digest in published.get(version, ()) if digest.partition(":")[0] == scheme}
+        if version in wanted_versions and wanted and found not in wanted:
+            others = sorted(name for name, digests in published.items() if found in digests)
             what = f"the weights of {', '.join(others)}" if others else "weights that were never published"
             gates.append(
                 Gate(
@@ -146,6 +148,8 @@ def self_check(prefill_N: Float32, decode_N: Float32) -> Gate:
 
 def read_only(unchanged: Mapping[int, bool], versions: Sequence[str]) -> Gate:
     """Whether scoring left every checkpoint as it was."""
+    if not unchanged:
+        return Gate("scorer.read_only", "unknown", "no weights were scored with, so none were compared afterwards")
     touched = [versions[index] for index, same in unchanged.items() if not same]
     if touched:
         return Gate("scorer.read_only", "failed", f"scoring changed the weights of {', '.join(touched)}")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_ledger import metrics
-from rlk_ledger.audit import dimensions
+from rlk_ledger.audit import dimensions, measured
 from rlk_ledger.audit.view import View
 from rlk_ledger_schemas.errors import UsageError
 
@@ -35,13 +35,12 @@ def names(view: View) -> list[str]:
 
 
 def overall(view: View) -> metrics.Drift:
-    """Every metric over the run's compared tokens."""
-    tokens = view.tokens
-    return metrics.measure(tokens.r.astype(np.float32), tokens.t.astype(np.float32), sample=tokens.sample)
+    """Every metric over the run's paired active tokens; what is no measurement is counted beside them."""
+    return measured(view)
 
 
 def by(view: View, dims: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per combination of levels of `dims`: the levels, then the drift of its tokens.
+    """One row per combination of levels of `dims`: the levels, then the drift of its compared tokens.
 
     Dimensions are those of `names`, or a short name. Rows are ordered by level. Raises UsageError for an unknown one.
     """
@@ -49,7 +48,7 @@ def by(view: View, dims: Sequence[str]) -> list[dict[str, Any]]:
     tokens = view.tokens
     key = np.zeros(len(tokens), np.int64)
     for codes, labels in coded:
-        key = key * (len(labels) + 1) + codes + 1
+        key = np.unique(key * (len(labels) + 1) + codes + 1, return_inverse=True)[1].reshape(-1)
     rows = []
     r, t = tokens.r.astype(np.float32), tokens.t.astype(np.float32)
     order = np.argsort(key, kind="stable")

@@ -27,7 +27,9 @@ class PairedSample:
     `rollout`, `training` are float32[n], NaN where absent. `paired` (bool[n]) marks positions that pair; where it is
     false `training` still holds the first agreeing pass, for classes and off-policy tables. `version` (int32[n])
     indexes `Pairing.versions` (-1: unknown), `rank` (int16[n]) is the training shard's rank (-1: not sharded).
-    `rollout_class`, `training_class` (uint8[n]) are value classes.
+    `rollout_class`, `training_class` (uint8[n]) are value classes. `training_present` (bool[n]) and
+    `training_recorded` (uint8[n]) belong to `training`, whose positions come from several passes where a sample has
+    several weight versions: `origin` (int16[n]) indexes `held`. `training_series` is the first that paired.
     """
 
     sample: Sample
@@ -39,12 +41,16 @@ class PairedSample:
     rank: npt.NDArray[np.int16]
     rollout_class: npt.NDArray[np.uint8]
     training_class: npt.NDArray[np.uint8]
+    training_present: npt.NDArray[np.bool_]
+    training_recorded: npt.NDArray[np.uint8]
     rollout_series: Series
     training_series: Series
     rollout_contract: dict[str, Any]
     training_contract: dict[str, Any]
     pass_id: str | None
     layout_id: str | None
+    held: list[Series]
+    origin: npt.NDArray[np.int16]
 
     @property
     def compared(self) -> npt.NDArray[np.bool_]:
@@ -96,6 +102,7 @@ class Pairing:
     passes: list[Pass] = field(default_factory=list)
     disagreeing: list[tuple[Sample, Series]] = field(default_factory=list)
     ambiguous: list[str] = field(default_factory=list)
+    remasked: list[Sample] = field(default_factory=list)
     unversioned: list[Sample] = field(default_factory=list)
     missing_shards: list[Missing] = field(default_factory=list)
     replicas: list[Replica] = field(default_factory=list)
@@ -110,7 +117,7 @@ def pair(history: History) -> Pairing:
     pairing = Pairing(history, version_order(history))
     samples, scores = _unique(history, pairing)
     pairing.samples = samples
-    skipped = _not_trained(history)
+    skipped = _not_trained(history, samples)
     index = {version: i for i, version in enumerate(pairing.versions)}
     for sample in samples:
         held: dict[str, list[Series]] = {}
@@ -121,25 +128,31 @@ def pair(history: History) -> Pairing:
             held[source] = got.series
         pairing.series[sample.key] = held
         _pair_sample(pairing, sample, held["rollout"], held["training"], index)
-        _coverage(pairing, sample, held, skipped)
+        _coverage(pairing, sample, held, sample.key in skipped)
     _classify(pairing)
     return pairing
 
 
 def version_order(history: History) -> tuple[str, ...]:
-    """Weight versions in the order they were published, then every other one seen, in natural order."""
+    """Weight versions in the order they were published; one never published stands where its name sorts.
+
+    Names sort naturally (v9 before v10): initial weights that nobody published come before the first published ones.
+    """
     published = sorted(
         history.of("weights.published"),
         key=lambda f: (f.fields.get("step") if f.fields.get("step") is not None else -1, f.seq),
     )
-    order = dict.fromkeys(fact.fields["weight_version"] for fact in published)
+    order = list(dict.fromkeys(fact.fields["weight_version"] for fact in published))
     seen = {score.weight_version for score in history.scores if score.weight_version is not None}
     seen |= {version for sample in history.samples for version, _, _ in sample.weight_spans}
-    return (*order, *sorted(seen - order.keys(), key=_natural))
+    for version in sorted(seen.difference(order), key=_natural):
+        later = (i for i, other in enumerate(order) if _natural(other) > _natural(version))
+        order.insert(next(later, len(order)), version)
+    return tuple(order)
 
 
 def _natural(text: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text) if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", text) if part]
 
 
 def _unique(history: History, pairing: Pairing) -> tuple[list[Sample], dict[tuple[str, int | None, str], list[Score]]]:
@@ -151,6 +164,7 @@ def _unique(history: History, pairing: Pairing) -> tuple[list[Sample], dict[tupl
     ambiguous = {key for key, held in by_key.items() if len({s.token_digest for s in held}) > 1}
     pairing.ambiguous = sorted({key[0] for key in ambiguous})
     samples = [held[0] for key, held in by_key.items() if key not in ambiguous]
+    pairing.remasked = [s for s in samples if len({again.own_mask_digest for again in by_key[s.key]}) > 1]
     for sample in samples:
         by_id[sample.sample_id].append(sample)
     scores: dict[tuple[str, int | None, str], list[Score]] = defaultdict(list)
@@ -180,14 +194,30 @@ def _owner(score: Score, candidates: list[Sample]) -> Sample | None:
     return matching[0] if len(matching) == 1 else None
 
 
-def _not_trained(history: History) -> set[str]:
-    """Sample and group ids that dynamic sampling dropped on record: training owes no value for them."""
-    dropped: set[str] = set()
+def _not_trained(history: History, samples: list[Sample]) -> set[tuple[str, int | None]]:
+    """Keys of the samples that dynamic sampling dropped on record: training owes no value for them.
+
+    A group id that several steps use stands for the group of the step of the layout that dropped it.
+    """
+    ids: set[str] = set()
+    groups: dict[str, set[int | None]] = defaultdict(set)
     for fact in history.of("batch.layout"):
         for decision in fact.fields.get("decisions") or ():
-            if not decision.get("kept"):
-                dropped |= {decision[k] for k in ("sample_id", "group_id") if decision.get(k)}
-    return dropped
+            if decision.get("kept"):
+                continue
+            if decision.get("sample_id"):
+                ids.add(decision["sample_id"])
+            elif decision.get("group_id"):
+                groups[decision["group_id"]].add(fact.fields.get("step"))
+    steps: dict[str, set[int | None]] = defaultdict(set)
+    for sample in samples:
+        steps[sample.group_id or ""].add(sample.step)
+    return {s.key for s in samples if s.sample_id in ids or _dropped(s, groups, steps)}
+
+
+def _dropped(sample: Sample, groups: dict[str, set[int | None]], steps: dict[str, set[int | None]]) -> bool:
+    dropped_in = groups.get(sample.group_id or "", set())
+    return sample.step in dropped_in or bool(dropped_in and len(steps[sample.group_id or ""]) == 1)
 
 
 def _pair_sample(
@@ -206,13 +236,13 @@ def _pair_sample(
     if rollout is None or not agreeing:
         return
     pair_ = _blank(pairing, sample, rollout, agreeing[0], index)
-    if pair_.version.size and (None in first or (pair_.version < 0).any()):
+    if pair_.version.size and (None in first or (pair_.active & (pair_.version < 0)).any()):
         pairing.unversioned.append(sample)
     for version, series in first.items():
         same = (pair_.version == index.get(version, -2)) if version is not None else np.ones(len(sample), np.bool_)
         _take(pair_, series, (same | (pair_.version < 0)) & ~pair_.paired)
     pairing.pairs.append(pair_)
-    _off_policy(pairing, pair_, next(iter(first)))
+    _off_policy(pairing, pair_, first, index)
 
 
 def _blank(pairing: Pairing, sample: Sample, rollout: Series, training: Series, index: dict[str, int]) -> PairedSample:
@@ -231,15 +261,19 @@ def _blank(pairing: Pairing, sample: Sample, rollout: Series, training: Series, 
         paired=np.zeros(len(sample), np.bool_),
         active=sample.loss_mask.astype(np.bool_),
         version=version,
-        rank=training.rank,
+        rank=training.rank.copy(),
         rollout_class=np.zeros(len(sample), np.uint8),
         training_class=np.zeros(len(sample), np.uint8),
+        training_present=training.present.copy(),
+        training_recorded=training.recorded.copy(),
         rollout_series=rollout,
         training_series=training,
         rollout_contract=contracts.get(rollout.first.contract_id, {}).get("body", {}),
         training_contract=contracts.get(training.first.contract_id, {}).get("body", {}),
         pass_id=training.first.pass_id,
         layout_id=training.first.layout_id,
+        held=[training],
+        origin=np.zeros(len(sample), np.int16),
     )
 
 
@@ -250,37 +284,50 @@ def _take(pair_: PairedSample, series: Series, where: npt.NDArray[np.bool_]) -> 
         return
     if not pair_.paired.any():
         pair_.training_series, pair_.pass_id, pair_.layout_id = series, series.first.pass_id, series.first.layout_id
-        pair_.training, pair_.rank = series.values.copy(), series.rank
-    pair_.training[where] = series.values[where]
+        _hold(pair_, series, np.ones(len(where), np.bool_))
+    _hold(pair_, series, where)
     pair_.paired |= where
 
 
-def _off_policy(pairing: Pairing, pair_: PairedSample, training_version: str | None) -> None:
-    both = pair_.rollout_series.present & pair_.training_series.present & pair_.active & ~pair_.paired
-    if training_version is None or not both.any():
-        return
-    order = {version: i for i, version in enumerate(pairing.versions)}
-    delta = pair_.training.astype(np.float64) - pair_.rollout.astype(np.float64)
-    for number in np.unique(pair_.version[both]).tolist():
-        if number < 0:
+def _hold(pair_: PairedSample, series: Series, where: npt.NDArray[np.bool_]) -> None:
+    """Takes everything about the training value at these positions from one series."""
+    pair_.training[where] = series.values[where]
+    pair_.training_present[where] = series.present[where]
+    pair_.training_recorded[where] = series.recorded[where]
+    pair_.rank[where] = series.rank[where]
+    if not any(series is one for one in pair_.held):
+        pair_.held.append(series)
+    pair_.origin[where] = next(i for i, one in enumerate(pair_.held) if one is series)
+
+
+def _off_policy(pairing: Pairing, pair_: PairedSample, passes: dict[str | None, Series], index: dict[str, int]) -> None:
+    """Active positions that no pass of their own version scored, each with the first pass that did score it."""
+    left = pair_.rollout_series.present & pair_.active & ~pair_.paired & (pair_.version >= 0)
+    for name, series in passes.items():
+        both = left & series.present
+        if name is None or not both.any():
             continue
-        at = np.flatnonzero(both & (pair_.version == number))
-        lag = order[training_version] - number
-        pairing.off_policy.append(
-            OffPolicy(pair_.sample, pairing.versions[number], training_version, lag, at, delta[at])
-        )
+        _hold(pair_, series, both)
+        left &= ~both
+        delta = series.values.astype(np.float64) - pair_.rollout
+        for number in np.unique(pair_.version[both]).tolist():
+            at = np.flatnonzero(both & (pair_.version == number))
+            lag = index[name] - number
+            pairing.off_policy.append(OffPolicy(pair_.sample, pairing.versions[number], name, lag, at, delta[at]))
 
 
-def _coverage(pairing: Pairing, sample: Sample, held: dict[str, list[Series]], skipped: set[str]) -> None:
-    """Active tokens no pass of a side scored; a pass that scored other tokens counts as seen."""
+def _coverage(pairing: Pairing, sample: Sample, held: dict[str, list[Series]], skipped: bool) -> None:
+    """Active tokens no pass of a side scored; a pass that scored other tokens counts as seen.
+
+    A sample that was aborted, failed or dropped on record owes no training values, and no rollout values either while
+    training never scored it: nothing is compared on it.
+    """
     active = sample.loss_mask.astype(np.bool_)
     sharded = {m.source for m in pairing.missing_shards if m.sample is sample}
+    unused = skipped or sample.status in ("aborted", "failed")
+    trained = bool(held["training"]) or "training" in sharded
     for source in SIDES:
-        if source in sharded:
-            continue
-        if source == "training" and (
-            skipped & {sample.sample_id, sample.group_id} or sample.status in ("aborted", "failed")
-        ):
+        if source in sharded or (unused and (source == "training" or not trained)):
             continue
         seen = np.zeros(len(sample), np.bool_)
         for series in held[source]:
@@ -301,11 +348,9 @@ def _classify(pairing: Pairing) -> None:
     codes = []
     for side in SIDES:
         values = np.concatenate([getattr(p, side) for p in pairs])
-        series = [getattr(p, f"{side}_series") for p in pairs]
-        present = np.concatenate([s.present for s in series])
-        if side == "training":  # a sample of several versions takes positions from several passes
-            present |= np.concatenate([p.paired for p in pairs])
-        recorded = np.concatenate([s.recorded for s in series])
+        rolled = side == "rollout"
+        present = np.concatenate([p.rollout_series.present if rolled else p.training_present for p in pairs])
+        recorded = np.concatenate([p.rollout_series.recorded if rolled else p.training_recorded for p in pairs])
         own = classes.own_classes(values, recorded, classes.recurring_sentinels(values[active & present]))
         own[~present] = classes.MISSING
         codes.append((values, own))

@@ -104,7 +104,7 @@ def _place_whole(history: History, sample: Sample, source: str, score: Score, ou
             _fill(series, sample, score, where)
             return
         if _replicates(history, series.first, score):
-            _compare(sample, source, series, score, where, out)
+            _compare(sample, series, score, where, out)
             return
     series = _empty(source, n)
     out.series.append(series)
@@ -155,14 +155,21 @@ def _replicates(history: History, left: Score, right: Score) -> bool:
     return bool(differing) and differing <= {"tp", "sp"}
 
 
-def _compare(sample: Sample, source: str, series: Series, score: Score, where: slice, out: Assembled) -> None:
-    count = where.stop - where.start
+def _compare(sample: Sample, series: Series, score: Score, where: slice, out: Assembled) -> None:
+    _agree(series, sample, score, where, score.values[: where.stop - where.start], out)
+
+
+def _agree(
+    series: Series, sample: Sample, score: Score, where: slice, values: npt.NDArray[np.float32], out: Assembled
+) -> None:
+    """Notes where `values` of another writer or shard differ in a bit from those a series already holds."""
+    if not series.present[where].any():
+        return
     held = np.ascontiguousarray(series.values[where]).view(np.uint32)
-    new = np.ascontiguousarray(score.values[:count]).view(np.uint32)
-    differs = np.flatnonzero((held != new) & series.present[where])
+    differs = np.flatnonzero((held != np.ascontiguousarray(values).view(np.uint32)) & series.present[where])
     if differs.size:
         writers = (series.first.writer_id, score.writer_id)
-        out.replicas.append(Replica(sample, source, writers, where.start + int(differs[0])))
+        out.replicas.append(Replica(sample, series.source, writers, where.start + int(differs[0])))
 
 
 def _passes(scores: list[Score]) -> list[list[Score]]:
@@ -199,10 +206,12 @@ def _place_shards(sample: Sample, source: str, axis: str, scores: list[Score], o
 def _join_sequence(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:
     n = len(sample)
     for shard, score in ordered:
+        _note(series, sample, score)
         at = 0
         for start, end in shard["ranges"]:
             where = slice(min(start, n), min(end, n))
             count = max(where.stop - where.start, 0)
+            _agree(series, sample, score, where, score.values[at : at + count], out)
             series.values[where] = score.values[at : at + count]
             series.present[where] = True
             series.rank[where] = shard["rank"]
@@ -210,7 +219,6 @@ def _join_sequence(series: Series, sample: Sample, ordered: list[tuple[dict[str,
                 series.recorded[where] = score.value_class[at : at + count]
             series.excess += max(end - n, 0) - max(start - n, 0)
             at += end - start
-        _note(series, sample, score)
 
 
 def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:
@@ -221,7 +229,7 @@ def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, An
     for _, score in ordered[1:]:
         _note(series, sample, score)
         if len(score.values) == len(first.values):
-            _compare(sample, series.source, series, score, where, out)
+            _compare(sample, series, score, where, out)
     if all({"max", "sum_exp", "target_logit"} <= score.partials.keys() for _, score in ordered):
         series.values[where] = _merge_partials(sample, ordered, where)[: where.stop - where.start]
 

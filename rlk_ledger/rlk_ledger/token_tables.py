@@ -152,7 +152,7 @@ def tokens_table(histories: Iterable[History]) -> pa.Table:
             held = {**pairing.series[sample.key], **others.get(sample.key, {})}
             for source, series in held.items():
                 for one in series:
-                    _token_block(out, history, sample, source, one, paired.get(sample.key))
+                    _token_blocks(out, pairing, sample, source, one, paired.get(sample.key))
     return out.table()
 
 
@@ -169,22 +169,48 @@ def _other_sources(history: History, pairing: Pairing) -> dict[Any, dict[str, li
     return out
 
 
-def _token_block(
-    out: _Columns, history: History, sample: Sample, source: str, series: Series, paired: PairedSample | None
+def _token_blocks(
+    out: _Columns, pairing: Pairing, sample: Sample, source: str, series: Series, paired: PairedSample | None
 ) -> None:
-    at = np.flatnonzero(series.present)
-    first = series.first
+    """One series of a sample; the rollout's in a block per weight version, since its spans may name several."""
     codes = classes.own_classes(series.values, series.recorded)
     drift = np.full(len(sample), np.nan)
-    if paired is not None and (series is paired.rollout_series or series is paired.training_series):
-        codes = getattr(paired, f"{source}_class") if source in SIDES else codes
-        if source == "training":
-            where = paired.compared
-            drift[where] = paired.training[where].astype(np.float64) - paired.rollout[where]
-    values = _keys(history, sample, at) | {
+    at = np.flatnonzero(series.present)
+    rows = {series.first.weight_version: at}
+    if paired is not None and series is paired.rollout_series:
+        codes = paired.rollout_class
+        rows = {
+            pairing.versions[i] if i >= 0 else series.first.weight_version: at[paired.version[at] == i]
+            for i in np.unique(paired.version[at]).tolist()
+        }
+    elif paired is not None and source == "training":
+        own = [paired.origin == i for i, held in enumerate(paired.held) if held is series]
+        where = own[0] if own else np.zeros(len(sample), np.bool_)
+        codes = np.where(where, paired.training_class, codes)
+        where = where & paired.compared
+        drift[where] = series.values[where].astype(np.float64) - paired.rollout[where]
+    for version, where in rows.items():
+        values = {
+            "value_class": codes[where].astype(np.uint8),
+            "dlogp": drift[where],
+            "abs_dlogp": np.abs(drift[where]),
+        }
+        out.block(len(where), values | _token_values(pairing.history, sample, source, series, version, where))
+
+
+def _token_values(
+    history: History,
+    sample: Sample,
+    source: str,
+    series: Series,
+    version: str | None,
+    at: npt.NDArray[np.int64],
+) -> dict[str, Any]:
+    first = series.first
+    return _keys(history, sample, at) | {
         "source": source,
         "engine": sample.engine if source == "rollout" else None,
-        "weight_version": first.weight_version,
+        "weight_version": version,
         "pass_id": first.pass_id,
         "layout_id": first.layout_id,
         "contract_id": first.contract_id,
@@ -192,11 +218,7 @@ def _token_block(
         "shard_rank": series.rank[at],
         "mask": sample.loss_mask[at].astype(np.bool_),
         "value": series.values[at],
-        "value_class": codes[at],
-        "dlogp": drift[at],
-        "abs_dlogp": np.abs(drift[at]),
     }
-    out.block(len(at), values)
 
 
 def drift_table(histories: Iterable[History]) -> pa.Table:

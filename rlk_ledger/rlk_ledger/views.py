@@ -120,6 +120,6 @@ def _explained(error: duckdb.Error) -> str:
 
 def select_samples(ledger: Ledger, run_id: str, where: str) -> frozenset[str]:
     """Ids of the run's samples for which the SQL condition `where` (over the `samples` view) holds."""
-    query = f"select distinct sample_id from samples where run_id = $run and ({where})"
+    query = f"select distinct sample_id from samples where run_id = $run and ({where}\n)"
     rows = sql(ledger, query, {"run": run_id}).fetchall()
     return frozenset(row[0] for row in rows)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rlk_ledger.audit.view import make_view
+from rlk_ledger.drift import overall
 from rlk_ledger.history import load_history
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.sql_scope import scope
@@ -33,6 +34,22 @@ def test_drift_is_what_the_audit_compares(ledger: Ledger) -> None:
     assert np.array([r[1] for r in rows]) == pytest.approx(view.tokens.d, abs=0)
     steps = ledger.sql("select step, avg(abs_dlogp) from drift where run_id = 'one' group by 1 order by 1").fetchall()
     assert [round(mean, 4) for _, mean in steps] == [0.01, 0.02, 0.03]
+
+
+def test_sql_gives_the_numbers_of_the_metrics(ledger: Ledger) -> None:
+    """One definition: an aggregate over `drift`, the same over `tokens`, and what `rlk-ledger drift` prints."""
+    sums = "avg(abs_dlogp), avg(dlogp), avg(-dlogp), quantile_cont(abs_dlogp, 0.99), max(abs_dlogp), count(dlogp)"
+    of_drift = ledger.sql(f"select {sums} from drift where run_id = 'two'").fetchall()[0]
+    of_tokens = ledger.sql(f"select {sums} from tokens where run_id = 'two'").fetchall()[0]
+    total = overall(make_view(load_history(ledger, "two")))
+    names = ("abs_dlogp_mean", "dlogp_mean", "kl_k1", "abs_dlogp_p99", "abs_dlogp_max")
+    assert of_drift[:-1] == pytest.approx([total.values[name] for name in names], rel=1e-12)
+    assert of_tokens == pytest.approx(of_drift, rel=1e-12)
+    assert of_drift[-1] == total.tokens
+    squares = "avg(rho), avg(rho * rho) - 1, avg(rho - 1 - dlogp), avg((rho not between 0.8 and 1.2)::int)"
+    row = ledger.sql(f"select {squares} from drift where run_id = 'two'").fetchall()[0]
+    names = ("ratio_mean", "chi2_token", "kl_k3", "clip_fraction")
+    assert row == pytest.approx([total.values[name] for name in names], rel=1e-9, abs=1e-12)
 
 
 def test_a_drift_row_has_its_place(ledger: Ledger) -> None:
@@ -149,5 +166,6 @@ def test_a_history_can_be_limited_by_a_condition(ledger: Ledger) -> None:
     history = load_history(ledger, "one", "turn = 1 and step < 2")
     assert len(history.samples) == 4
     assert len(history.scores) == 8
+    assert len(load_history(ledger, "one", "turn = 1 and step < 2 -- the second turn").samples) == 4
     with pytest.raises(UsageError):
         load_history(ledger, "one", "no_such_column = 1")

@@ -29,7 +29,7 @@ from rlk_ledger.audit.view import Detector, View, make_view
 from rlk_ledger.history import History
 from rlk_ledger.pairs import Pairing
 
-__all__ = ["DETECTORS", "NUMERIC", "AuditResult", "Finding", "View", "audit", "make_view", "summarise"]
+__all__ = ["DETECTORS", "NUMERIC", "AuditResult", "Finding", "View", "audit", "make_view", "measured", "summarise"]
 
 DETECTORS: dict[str, Detector] = {
     "contracts": contracts.detect,
@@ -79,12 +79,6 @@ def summarise(view: View) -> dict[str, Any]:
     """Counts and metrics of the run: samples, active, paired and off-policy tokens, and every drift metric."""
     pairing, flat = view.pairing, view.tokens
     active = sum(int(s.loss_mask.sum()) for s in pairing.samples)
-    measured = metrics.measure(
-        _column(view, "rollout"),
-        _column(view, "training"),
-        sample=np.repeat(np.arange(len(view.pairs)), [int((p.paired & p.active).sum()) for p in view.pairs]),
-        classes=(_column(view, "rollout_class"), _column(view, "training_class")),
-    )
     return {
         "samples": len(pairing.samples),
         "paired_samples": len(view.pairs),
@@ -95,8 +89,18 @@ def summarise(view: View) -> dict[str, Any]:
         "later_passes": len(pairing.passes),
         "equal_fraction": pairing.equal_fraction,
         "weight_versions": list(pairing.versions),
-        "drift": measured.to_dict(),
+        "drift": measured(view).to_dict(),
     }
+
+
+def measured(view: View) -> metrics.Drift:
+    """Every drift metric over the paired active tokens, what is no measurement counted beside them."""
+    return metrics.measure(
+        _column(view, "rollout"),
+        _column(view, "training"),
+        sample=np.repeat(np.arange(len(view.pairs)), [int((p.paired & p.active).sum()) for p in view.pairs]),
+        classes=(_column(view, "rollout_class"), _column(view, "training_class")),
+    )
 
 
 def _column(view: View, name: str) -> Any:

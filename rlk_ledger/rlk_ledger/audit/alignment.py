@@ -24,6 +24,7 @@ _MIN_DRIFT = 0.05
 """Below this mean |d| (nats) a sample has nothing a shift would explain."""
 _GAIN = 0.25
 _MIN_SAMPLES = 2
+"""Of one sample in many a shift may be chance; where the run has one only, it is all there is to see."""
 
 
 def detect(view: View) -> Iterable[Finding]:
@@ -33,7 +34,7 @@ def detect(view: View) -> Iterable[Finding]:
         found = best_lag(pair)
         if found is not None:
             shifted.append((pair, *found))
-    if len(shifted) < _MIN_SAMPLES:
+    if len(shifted) < min(_MIN_SAMPLES, len(view.pairs)) or not shifted:
         return
     lag, _ = Counter(row[1] for row in shifted).most_common(1)[0]
     rows = [row for row in shifted if row[1] == lag]

@@ -38,8 +38,9 @@ def _active(view: View) -> Iterable[Finding]:
         yield Finding(
             "evidence.incomplete",
             {"field": "sample_id", "sample_id": score.sample_id, "source": score.source},
-            {"reason": "scores whose sample was never recorded", "scores": len(view.pairing.orphans)},
-            "Record the rollout.sample these scores belong to.",
+            {"reason": "scores that belong to no recorded sample, or to no one attempt of it"}
+            | {"scores": len(view.pairing.orphans)},
+            "Record the rollout.sample these scores belong to, and `attempt` where a sample has several.",
         )
 
 

@@ -36,7 +36,8 @@ def detect(view: View) -> Iterable[Finding]:
 
 
 def _all_equal(samples: list[Sample]) -> bool:
-    return len(samples) > 1 and len({s.token_digest for s in samples}) == 1
+    """Whether several samples (attempts of one sample are a repetition on purpose) hold the same tokens."""
+    return len({s.sample_id for s in samples}) > 1 and len({s.token_digest for s in samples}) == 1
 
 
 def _improbable(view: View, samples: list[Sample]) -> bool:

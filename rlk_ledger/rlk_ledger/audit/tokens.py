@@ -24,6 +24,7 @@ def detect(view: View) -> Iterable[Finding]:
     for source, samples in masks.items():
         yield _masks(source, samples)
     yield from _own_digests(view)
+    yield from _remasked(view)
     if view.pairing.ambiguous:
         ids = view.pairing.ambiguous
         yield Finding("samples.ambiguous", {"samples": len(ids), "sample_id": ids[0]}, {"sample_ids": ids[:20]})
@@ -84,6 +85,15 @@ def _own_digests(view: View) -> Iterable[Finding]:
             {"source": "rollout", "samples": len(masks), "sample_id": masks[0].sample_id},
             {"recorded": masks[0].mask_digest, "of_the_recorded_mask": masks[0].own_mask_digest},
         )
+
+
+def _remasked(view: View) -> Iterable[Finding]:
+    """Samples recorded again with the same tokens under another loss mask."""
+    rows = view.pairing.remasked
+    if rows:
+        where = {"source": "rollout", "samples": len(rows), "sample_id": rows[0].sample_id}
+        evidence = {"reason": "one sample was recorded twice, with two loss masks; the first one was used"}
+        yield Finding("mask.differs", where, evidence | {"sample_ids": [s.sample_id for s in rows[:20]]})
 
 
 def _differs(recorded: str, own: str) -> bool:

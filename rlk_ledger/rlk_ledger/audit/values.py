@@ -34,14 +34,23 @@ _IMPOSSIBLE_SHARE = 0.05
 
 def detect(view: View) -> Iterable[Finding]:
     """The census of value classes over active tokens of every sample, per side."""
-    noise = np.sort(np.abs(view.tokens.d)) if len(view.tokens) else np.zeros(1)
+    noise = {True: np.sort(np.abs(view.tokens.d)), False: _off_policy_noise(view)}
     for source in SIDES:
         census = _Census(view, source)
         for finding_id, codes in _RAISED.items():
             yield from census.raised(finding_id, codes)
-        yield from census.impossible(float(noise[-1]))
+        yield from census.impossible(float(noise[True][-1]) if len(noise[True]) else 0.0)
         yield from census.defaulted(noise)
     yield from _copied(view)
+
+
+def _off_policy_noise(view: View) -> npt.NDArray[np.float64]:
+    """Sorted |d| (nats) of every active token finite on both sides, whatever its weight versions."""
+    parts = []
+    for p in view.pairs:
+        at = p.active & (p.rollout_class == classes.FINITE) & (p.training_class == classes.FINITE)
+        parts.append(np.abs(p.training[at].astype(np.float64) - p.rollout[at]))
+    return np.sort(np.concatenate(parts)) if parts else np.empty(0)
 
 
 class _Census:
@@ -55,8 +64,10 @@ class _Census:
         codes: list[npt.NDArray[np.uint8]] = []
         owner: list[npt.NDArray[np.int64]] = []
         at: list[npt.NDArray[np.int64]] = []
-        for sample_id, active, value, other, code in _sides(view, source):
+        paired: list[npt.NDArray[np.bool_]] = []
+        for sample_id, active, pairs, value, other, code in _sides(view, source):
             where = np.flatnonzero(active)
+            paired.append(pairs[where])
             values.append(value[where])
             others.append(other[where])
             codes.append(code[where])
@@ -67,6 +78,7 @@ class _Census:
         self.values = np.concatenate(values) if values else empty.astype(np.float32)
         self.others = np.concatenate(others) if others else empty.astype(np.float32)
         self.codes = np.concatenate(codes) if codes else empty.astype(np.uint8)
+        self.paired = np.concatenate(paired) if paired else empty.astype(np.bool_)
         self.owner = np.concatenate(owner) if owner else empty
         self.position = np.concatenate(at) if at else empty
 
@@ -103,27 +115,37 @@ class _Census:
         if beyond.size:
             yield self.finding("values.impossible", beyond)
 
-    def defaulted(self, noise: npt.NDArray[np.float64]) -> Iterable[Finding]:
-        """Exact constants: ones, zeros farther off than any drift of the run (`noise`: sorted |d|), or many."""
+    def defaulted(self, noise: dict[bool, npt.NDArray[np.float64]]) -> Iterable[Finding]:
+        """Exact constants no drift of the run explains, on-policy and off-policy tokens each by their own drift.
+
+        `noise` is sorted |d| by whether the tokens pair: the policies of two weight versions differ by more.
+        """
         hits = np.flatnonzero(self.codes == classes.DEFAULTED)
+        raised = [rows for pairs in noise if self._constant(rows := hits[self.paired[hits] == pairs], noise[pairs])]
+        if raised:
+            yield self.finding("values.defaulted", np.sort(np.concatenate(raised)))
+
+    def _constant(self, hits: npt.NDArray[np.int64], noise: npt.NDArray[np.float64]) -> bool:
+        """Whether there are ones among the hits, zeros farther off than any drift, or many of them."""
         gap = -self.others[hits]
-        usual = max(-DEFAULTED_OTHER_BELOW, _NOISE_MARGIN * float(np.quantile(noise, _NOISE_QUANTILE)))
-        reach = max(usual, float(noise[-1]))
+        widest, typical = (float(noise[-1]), float(np.quantile(noise, _NOISE_QUANTILE))) if len(noise) else (0.0, 0.0)
+        usual = max(-DEFAULTED_OTHER_BELOW, _NOISE_MARGIN * typical)
+        reach = max(usual, widest)
         far = np.count_nonzero(gap > reach) >= 2 or (gap > _ALONE * reach).any()
-        if far or np.count_nonzero(gap > usual) >= _MANY or (self.values[hits] > 0).any():
-            yield self.finding("values.defaulted", hits)
+        return bool(far or np.count_nonzero(gap > usual) >= _MANY or (self.values[hits] > 0).any())
 
 
 _Floats = npt.NDArray[np.float32]
-_Side = tuple[str, npt.NDArray[np.bool_], _Floats, _Floats, npt.NDArray[np.uint8]]
+_Bools = npt.NDArray[np.bool_]
+_Side = tuple[str, _Bools, _Bools, _Floats, _Floats, npt.NDArray[np.uint8]]
 
 
 def _sides(view: View, source: str) -> Iterable[_Side]:
-    """(sample id, active, values, the other side's values, classes): paired samples as classed, others by bits."""
+    """(sample id, active, paired, values, the other side's values, classes) of every sample, unpaired ones by bits."""
     paired = {p.sample.key for p in view.pairs}
     for p in view.pairs:
         other = p.training if source == "rollout" else p.rollout
-        yield p.sample.sample_id, p.active, getattr(p, source), other, getattr(p, f"{source}_class")
+        yield p.sample.sample_id, p.active, p.paired, getattr(p, source), other, getattr(p, f"{source}_class")
     for sample in view.pairing.samples:
         if sample.key in paired:
             continue
@@ -132,7 +154,8 @@ def _sides(view: View, source: str) -> Iterable[_Side]:
             codes = classes.own_classes(series.values, series.recorded)
             codes[~series.present] = classes.MISSING
             absent = np.full(len(sample), np.nan, np.float32)
-            yield sample.sample_id, sample.loss_mask.astype(np.bool_), series.values, absent, codes
+            active = sample.loss_mask.astype(np.bool_)
+            yield sample.sample_id, active, np.zeros_like(active), series.values, absent, codes
 
 
 def _agreeing(series: list[Series]) -> Series | None:

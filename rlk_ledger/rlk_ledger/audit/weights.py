@@ -8,10 +8,15 @@ from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
 from rlk_ledger.history import Fact
 
+Published = dict[str, list[Fact]]
+"""What was published under each version: several times when a resumed job writes a version again."""
+
 
 def detect(view: View) -> Iterable[Finding]:
     """Digests, adapters and skipped tensors of every load against what the trainer published under that version."""
-    published = {fact.fields["weight_version"]: fact for fact in view.history.of("weights.published")}
+    published: Published = defaultdict(list)
+    for fact in view.history.of("weights.published"):
+        published[fact.fields["weight_version"]].append(fact)
     loads: dict[str, list[Fact]] = defaultdict(list)
     for fact in view.history.of("weights.loaded"):
         loads[fact.fields["engine"]].append(fact)
@@ -21,7 +26,7 @@ def detect(view: View) -> Iterable[Finding]:
     yield from _never_loaded(view, published, loads)
 
 
-def _engine(engine: str, loads: list[Fact], published: dict[str, Fact]) -> Iterable[Finding]:
+def _engine(engine: str, loads: list[Fact], published: Published) -> Iterable[Finding]:
     stale: list[tuple[Fact, str]] = []
     differ: list[Fact] = []
     unheld: list[Fact] = []
@@ -29,9 +34,9 @@ def _engine(engine: str, loads: list[Fact], published: dict[str, Fact]) -> Itera
     held: dict[str, str] = {}
     for load in loads:
         version, digest = load.fields["weight_version"], load.fields["digest"]
-        source = published.get(version)
-        if source is None:
+        if version not in published:
             continue
+        source = _source(load, published)
         if not _same_algorithm(digest, source.fields["digest"]):
             unknown.append(load)
         elif digest != source.fields["digest"]:
@@ -57,8 +62,14 @@ def _engine(engine: str, loads: list[Fact], published: dict[str, Fact]) -> Itera
         )
 
 
-def _known(loads: list[Fact], published: dict[str, Fact]) -> list[tuple[Fact, Fact]]:
-    return [(f, published[f.fields["weight_version"]]) for f in loads if f.fields["weight_version"] in published]
+def _source(load: Fact, published: Published) -> Fact:
+    """The publication a load is judged by: the one it matches, else the last of its version."""
+    facts = published[load.fields["weight_version"]]
+    return next((f for f in facts if f.fields["digest"] == load.fields["digest"]), facts[-1])
+
+
+def _known(loads: list[Fact], published: Published) -> list[tuple[Fact, Fact]]:
+    return [(f, _source(f, published)) for f in loads if f.fields["weight_version"] in published]
 
 
 def _same_algorithm(left: str, right: str) -> bool:
@@ -75,10 +86,10 @@ def _missing_adapters(load: Fact, source: Fact) -> list[str]:
     )
 
 
-def _not_loaded(engine: str, stale: list[tuple[Fact, str]], unheld: list[Fact], published: dict[str, Fact]) -> Finding:
+def _not_loaded(engine: str, stale: list[tuple[Fact, str]], unheld: list[Fact], published: Published) -> Finding:
     first = stale[0][0] if stale else unheld[0]
     version = first.fields["weight_version"]
-    source = published[version]
+    source = _source(first, published)
     evidence: dict[str, Any] = {
         "published_digest": source.fields["digest"],
         "loaded_digest": first.fields["digest"],
@@ -92,10 +103,10 @@ def _not_loaded(engine: str, stale: list[tuple[Fact, str]], unheld: list[Fact], 
     return Finding("weights.not_loaded", {"engine": engine, "version": version}, evidence)
 
 
-def _differ(engine: str, facts: list[Fact], published: dict[str, Fact]) -> Finding:
+def _differ(engine: str, facts: list[Fact], published: Published) -> Finding:
     first = facts[0]
     version = first.fields["weight_version"]
-    source = published[version]
+    source = _source(first, published)
     evidence = {
         "published_digest": source.fields["digest"],
         "loaded_digest": first.fields["digest"],
@@ -115,9 +126,12 @@ def _differing_tensors(load: Fact, source: Fact) -> list[str]:
     return sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
 
 
-def _skipped(published: dict[str, Fact], loads: dict[str, list[Fact]]) -> Iterable[Finding]:
+def _skipped(published: Published, loads: dict[str, list[Fact]]) -> Iterable[Finding]:
     """One finding per holder (the trainer, each engine) that left tensors out."""
-    holders = [("side", "training", list(published.values())), *(("engine", e, facts) for e, facts in loads.items())]
+    holders = [
+        ("side", "training", [f for held in published.values() for f in held]),
+        *(("engine", e, facts) for e, facts in loads.items()),
+    ]
     for key, name, facts in holders:
         short = [fact for fact in facts if fact.fields.get("skipped")]
         if not short:
@@ -128,7 +142,7 @@ def _skipped(published: dict[str, Fact], loads: dict[str, list[Fact]]) -> Iterab
         yield Finding("weights.skipped", where, {"versions": versions, "tensor_count": short[0].fields["tensor_count"]})
 
 
-def _never_loaded(view: View, published: dict[str, Fact], loads: dict[str, list[Fact]]) -> Iterable[Finding]:
+def _never_loaded(view: View, published: Published, loads: dict[str, list[Fact]]) -> Iterable[Finding]:
     """Versions that samples claim and that an engine which records its loads never recorded loading."""
     order = {version: i for i, version in enumerate(published)}
     for engine, facts in loads.items():
