@@ -68,6 +68,8 @@ def open_store(url: str) -> Store:
     if not isinstance(url, str | os.PathLike) or not str(url).strip():
         raise ConfigError(f"a ledger URL is a path or something like s3://bucket/prefix, got {url!r}.")
     text = str(url)
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ConfigError(f"the ledger URL {text!r} is no path and no URL.")
     match = _SCHEME.match(text)
     if match is None:
         return FileStore(Path(text).expanduser())

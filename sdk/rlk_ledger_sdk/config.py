@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from rlk_ledger_schemas.errors import ConfigError, EventError, UsageError
-from rlk_ledger_schemas.events import check_fields
+from rlk_ledger_schemas.events import check_fields, make_plain, plain
 from rlk_ledger_schemas.objects import check_run_id
 from rlk_ledger_sdk.environment import capture
 from rlk_ledger_sdk.redaction import Redaction
@@ -216,9 +216,11 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
 
 
 def _checked(type_name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    present = {k: v for k, v in fields.items() if v is not None}
     try:
-        check_fields(type_name, dict(present))
+        present = {k: plain(v) for k, v in fields.items() if v is not None}
+        make_plain(type_name, check_fields(type_name, dict(present))[0])
+    except RecursionError:
+        raise ConfigError(f"init: what is given for {type_name} is nested too deep, or holds itself.") from None
     except EventError as error:
         raise ConfigError(f"init: {str(error).removeprefix(type_name + ': ')}") from None
     return present
@@ -242,7 +244,7 @@ def _mode(mode: Any) -> dict[str, str]:
 def _url(url: Any) -> str:
     """A ledger URL; a local path becomes absolute, because the shipper runs elsewhere."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
-    if not isinstance(text, str) or not text.strip() or "\0" in text or "\n" in text:
+    if not isinstance(text, str) or not text.strip() or "\n" in text or not _is_path(text):
         raise ConfigError(f"init: the ledger URL {url!r} is not a path or a URL such as s3://bucket/prefix.")
     scheme, sep, rest = text.partition("://")
     if not sep:
@@ -257,6 +259,13 @@ def _url(url: Any) -> str:
     if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss", "az", "adl"):
         raise ConfigError("init: the ledger URL holds credentials; put them in the environment, not in the URL.")
     return text
+
+
+def _is_path(text: str | bytes) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text) and bool(os.fsdecode(text).encode())
+    except UnicodeError:
+        return False
 
 
 def _run_id(run_id: Any) -> str:
@@ -308,6 +317,8 @@ def _spool(spool: Any) -> tuple[Path, str | None]:
     if not isinstance(text, str | os.PathLike) or not os.fspath(text):
         raise ConfigError(f"init: spool must be a directory path, got {text!r}.")
     path = os.fspath(text)
+    if not _is_path(path):
+        raise ConfigError(f"init: spool {path!r} is no path on this system.")
     named = re.match(r"([a-z0-9]+):(?=/)", str(path))
     if named:
         return Path(str(path)[named.end() :]).absolute(), named[1]

@@ -175,3 +175,9 @@ def test_a_pinned_ledger_id_must_agree(store) -> None:
     assert contact.meet(store, _run(), ledger_id="ab" * 16).ledger.ledger_id == "ab" * 16
     with pytest.raises(LedgerError, match="this writer was given ledger"):
         contact.meet(store, _run(), ledger_id="cd" * 16)
+
+
+@pytest.mark.parametrize("url", ["a\0b", "a\ud800b"])
+def test_a_url_no_system_can_hold_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="no path and no URL"):
+        open_store(url)

@@ -265,3 +265,52 @@ def test_event_error_is_what_a_caller_catches(opened):
     opened()
     with pytest.raises(EventError):
         record("knob.applied")
+
+
+def test_numpy_and_torch_scalars_in_free_fields_are_stored_as_numbers(opened, image):
+    recorder = opened(job={"lr": np.float32(0.5)})
+    knob(actual=np.float32(3.0), materialized={"a": [np.int64(7), torch.tensor(2)]})
+    events = image(recorder).events
+    assert events[0].fields["job"] == {"lr": 0.5}
+    assert (events[-1].fields["actual"], events[-1].fields["materialized"]) == (3.0, {"a": [7, 2]})
+
+
+def _holds_itself():
+    value: dict = {}
+    value["x"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (2**70, "does not fit 64 bits; use a string"),
+        ("\ud800", "lone surrogate"),
+        ({"a": object()}, "objects of type object"),
+        (_holds_itself(), "holds itself"),
+    ],
+    ids=["huge", "surrogate", "object", "loop"],
+)
+def test_what_no_envelope_can_hold_is_refused_by_field_and_is_the_callers_mistake(opened, image, value, why):
+    recorder = opened()
+    with pytest.raises(EventError, match=f"knob.applied: `actual` .*{why}"):
+        knob(actual=value)
+    knob()
+    assert [(e.type, e.fields.get("kind")) for e in image(recorder).events[2:]] == [("knob.applied", None)]
+
+
+def test_a_contract_that_json_cannot_hold_is_a_rejected_event_in_production(opened, image):
+    recorder = opened(on_error="warn")
+    record("contract.declared", kind="logprob", version="1", body={"t": float("nan")})
+    gap = image(recorder).events[-1]
+    assert (gap.type, gap.fields["kind"]) == ("gap", "rejected")
+    assert "`$.body.t` is nan" in gap.fields["reason"]
+
+
+def test_an_error_that_quotes_something_huge_stays_a_sentence(opened):
+    opened()
+    with pytest.raises(EventError) as caught:
+        record("knob.applied", path="p", requested=1, status="x" * 100_000)
+    assert len(str(caught.value)) < 700
+    assert str(caught.value).startswith("knob.applied: ")
+    assert str(caught.value).endswith("at `status`.")
