@@ -78,7 +78,11 @@ def _codes(view: View, name: str) -> tuple[Index, list[Any]]:
     for dimension in dimensions.within(view):
         if dimension.name == name:
             return dimension.codes, list(dimension.labels)
-    raise UsageError(f"no dimension {name!r} was recorded in this run; there are {', '.join(names(view))}.")
+    held = [one for one in names(view) if ".writer." not in one]
+    raise UsageError(
+        f"no dimension {name!r} was recorded in this run; there are {', '.join(held)}, and the fields of "
+        "writer.opened as rollout.writer.NAME and training.writer.NAME."
+    )
 
 
 def worst(view: View, count: int) -> list[dict[str, Any]]:

@@ -58,13 +58,39 @@ def test_the_audit_prints_what_happened_how_sure_on_which_evidence_and_what_next
 ) -> None:
     assert main(["audit", "03-stale-prefix-cache", "--ledger", ledger]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == ("fail: the record itself shows what is wrong: drift.split (dimension cache.stale, level true)")
+    assert lines[0] == (
+        "fail: the record itself shows what is wrong: drift.split (dimension cache.stale, level true) - "
+        "drift is concentrated in one level of a recorded dimension"
+    )
     assert lines[1].startswith("how sure: ")
     assert "adjusted p" in lines[1]
     assert lines[2].startswith("compared: 2338 of 2346 active tokens, 64 of 64 samples")
     assert lines[3].startswith("evidence: ")
+    assert "also_explains" in lines[3]
+    assert "sample_id" not in lines[3]
     assert lines[4].startswith("next: ")
+    assert "worst {run_id 03-stale-prefix-cache, sample_id s059, position 26" in lines[8]
+    assert "rollout_contract sha256:d1b876e4f4e9..." in lines[8]
     assert all("\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "sure", "step"),
+    [
+        ("00-clean", 0, "nothing on record speaks against this run", "`rlk-ledger replay --run-id 00-clean`"),
+        ("21-group-of-clones", 1, "chance does this less than once in a million", "Give"),
+        ("22-one-mode-never-instrumented", 3, "certain that something is missing", "Instrument the named source"),
+        ("26-clean-bitwise-consistent", 3, "read directly from the record", "If the engines are bitwise consistent"),
+    ],
+)
+def test_the_next_step_is_that_of_the_verdict(
+    ledger: str, run: str, code: int, sure: str, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that did not pass is never told that replay will measure its noise."""
+    assert main(["audit", run, "--ledger", ledger]) == code
+    lines = {line.partition(": ")[0]: line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[:6]}
+    assert sure in lines["how sure"]
+    assert lines["next"].startswith(step)
 
 
 def test_recorded_results_become_views(ledger: str, capsys: pytest.CaptureFixture[str]) -> None:

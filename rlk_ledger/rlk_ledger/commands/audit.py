@@ -66,27 +66,42 @@ def _finite(value: Any) -> Any:
 
 def _print(run: str, result: "AuditResult") -> None:
     summary, first = result.summary, next(iter(result.findings), None)
-    terminal.say(f"{result.verdict}: {result.reason}", style=_STYLE.get(result.verdict, "yellow"))
+    means = f" - {first.meaning}" if first is not None and first.severity != "info" else ""
+    terminal.say(f"{result.verdict}: {result.reason}{means}", style=_STYLE.get(result.verdict, "yellow"))
     terminal.say(f"how sure: {_sureness(result, first)}")
     terminal.say(f"compared: {_compared(summary)}")
     if first is not None and first.severity != "info":
-        terminal.say(f"evidence: {_pairs(first.evidence)}")
-        terminal.say(f"next: {first.to_dict()['next_step']}")
-    else:
-        terminal.say(f"next: `rlk-ledger replay --run-id {run}` measures whether this drift is noise.")
+        terminal.say(f"evidence: {_pairs({k: v for k, v in first.evidence.items() if not isinstance(v, dict)})}")
+    terminal.say(f"next: {_next(run, result, first)}")
     for finding in result.findings[:_SHOWN]:
         terminal.say("")
         terminal.say(f"{_MARK[finding.severity]}: {finding.finding_id} - {finding.meaning}", style="bold")
         terminal.say(f"  where {_pairs(finding.where)}")
-        if finding is not first or finding.severity == "info":
-            terminal.say(f"  evidence {_pairs(finding.evidence)}")
+        told = finding is first and finding.severity != "info"
+        evidence = {k: v for k, v in finding.evidence.items() if not told or isinstance(v, dict)}
+        if _pairs(evidence):
+            terminal.say(f"  evidence {_pairs(evidence)}")
+        if not told:
             terminal.say(f"  next {finding.to_dict()['next_step']}")
     if len(result.findings) > _SHOWN:
         terminal.say(f"{len(result.findings) - _SHOWN} more findings; --json lists them all.")
 
 
+def _next(run: str, result: "AuditResult", first: "Finding | None") -> str:
+    """What to do about the verdict: a pass is for replay to judge further, anything else has its own step."""
+    if result.verdict == "pass":
+        return f"`rlk-ledger replay --run-id {run}` measures whether this drift is noise."
+    if result.decision == "nothing_compared":
+        return "record a training pass with the weights each sample was generated under: only those values compare."
+    if result.decision == "drift.zero":
+        first = next(f for f in result.findings if f.finding_id == "drift.zero")
+    return str(first.to_dict()["next_step"]) if first is not None else "read the reason above."
+
+
 def _sureness(result: "AuditResult", first: "Finding | None") -> str:
     """What kind of evidence the verdict rests on."""
+    if result.decision == "nothing_compared":
+        return "certain that nothing was compared; what a comparison would have shown is unknown"
     if first is None:
         return "nothing on record speaks against this run; the size of drift was not judged"
     if first.finding_id == "drift.split":
@@ -97,6 +112,10 @@ def _sureness(result: "AuditResult", first: "Finding | None") -> str:
         )
     if first.finding_id in ("alignment.shift", "sampling.support") or "measured_slope" in first.where:
         return "measured over the recorded values; the record says nothing about it itself"
+    if first.finding_id in ("group.duplicates", "values.copied"):
+        return "by the run's own numbers chance does this less than once in a million"
+    if first.finding_id in ("values.defaulted", "values.impossible"):
+        return "these values lie farther off than any drift this run shows elsewhere"
     if first.severity == "gap":
         return "certain that something is missing; what it would have shown is unknown"
     if first.severity == "info":
@@ -124,16 +143,20 @@ def _compared(summary: dict[str, Any]) -> str:
 def _pairs(fields: dict[str, Any]) -> str:
     from rlk_ledger.audit.finding import plain
 
-    return ", ".join(f"{key} {_short(value)}" for key, value in plain(fields).items() if value not in (None, [], {}))
+    return ", ".join(f"{key} {short(value)}" for key, value in plain(fields).items() if value not in (None, [], {}))
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value on a line for people: four digits, five entries of a list, the head of a digest or a long text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
         return "{" + _pairs(value) + "}"
     if isinstance(value, list):
-        shown = ", ".join(_short(v) for v in value[:5])
+        shown = ", ".join(short(v) for v in value[:5])
         return f"[{shown}{', ...' if len(value) > 5 else ''}]"
     text = str(value)
+    algorithm, colon, digest = text.partition(":")
+    if colon and len(digest) >= 32 and all(c in "0123456789abcdef" for c in digest):
+        return f"{algorithm}:{digest[:12]}..."
     return text if len(text) <= 80 else text[:32] + "..."

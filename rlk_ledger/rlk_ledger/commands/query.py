@@ -188,7 +188,10 @@ def _numbers(row: dict[str, Any]) -> list[str]:
 
 
 def _place(place: dict[str, Any]) -> str:
-    where = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None and name not in _NUMBERS)
+    from rlk_ledger.commands.audit import short
+
+    held = {name: value for name, value in place.items() if value is not None and name not in _NUMBERS}
+    where = ", ".join(f"{name} {short(value)}" for name, value in held.items())
     numbers = f"d {place['dlogp']:+.5g} (rollout {place['rollout']:.5g}, training {place['training']:.5g})"
     return f"{numbers}: {where}"
 
