@@ -65,14 +65,28 @@ class Run:
     @cached_property
     def receipts(self) -> tuple[Receipt, ...]:
         """Every receipt, by shipper and then in chain order; raises LedgerError when one does not decode."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            return tuple(pool.map(self._receipt, self._receipt_paths()))
+
+    def intact_receipts(self) -> tuple[Receipt, ...]:
+        """The receipts that decode. For shippers: beside a damaged receipt the worst they can do is a duplicate."""
+
+        def read(path: str) -> Receipt | None:
+            with contextlib.suppress(LedgerError):
+                return self._receipt(path)
+            return None
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            return tuple(filter(None, pool.map(read, self._receipt_paths())))
+
+    def _receipt_paths(self) -> list[str]:
         folder = f"{layout.run_root(self.run_id)}/receipt"
         found = []
         for entry in self.store.list(folder):
             key = layout.parse_receipt(entry.path.removeprefix(layout.run_root(self.run_id) + "/"))
             if key is not None:
                 found.append((key, entry.path))
-        with ThreadPoolExecutor(_READERS) as pool:
-            return tuple(pool.map(self._receipt, [path for _, path in sorted(found)]))
+        return [path for _, path in sorted(found)]
 
     def _receipt(self, path: str) -> Receipt:
         try:

@@ -156,7 +156,7 @@ class Outbox:
 
     def _adopt_receipts(self, store: Store, contact: Contact) -> None:
         self.committed = {}
-        for receipt in Run(store, contact.run.run_id).receipts:
+        for receipt in Run(store, contact.run.run_id).intact_receipts():
             self._note(receipt)
 
     def _compose(self, chain: Chain, batch: Batch) -> Draft | None:

@@ -18,7 +18,8 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 
     `events` were whole in the spool; `shipped` of them are new in the ledger and `known` were there already, so that
     `events - shipped - known` wait for the bucket. `lost_bytes` were no event. `state` is closed, dead, alive (its
-    newest file was left alone) or unknown (it ran on a machine that this one cannot look at: the same).
+    newest file was left alone), unknown (it ran on a machine that this one cannot look at: the same) or unreadable (no
+    file says which run and ledger it belongs to: `run_id` and `ledger` are empty and its files stay where they are).
     """
 
     writer_id: str
@@ -62,9 +63,27 @@ def recover(
                 writer.assume_dead = assume_dead
             while shipper.cycle(flush=True) and not shipper.errors():
                 pass
-            return [_report(shipper, writer) for writer in writers if writer.header is not None]
+            return [
+                _report(shipper, w) if w.header is not None else _unreadable(w) for w in writers if w.files or w.header
+            ]
         finally:
             shipper.close()
+
+
+def _unreadable(writer: WriterSpool) -> Recovered:
+    names = ", ".join(file.path.name for file in writer.files)
+    return Recovered(
+        writer_id=writer.writer_id,
+        run_id="",
+        ledger="",
+        state="unreadable",
+        events=0,
+        shipped=0,
+        known=0,
+        last_seq=-1,
+        lost_bytes=sum(file.bytes_left() for file in writer.files),
+        problem=f"no readable header in {writer.directory} ({names}): whose events they are cannot be told, they stay",
+    )
 
 
 def _report(shipper: Shipper, writer: WriterSpool) -> Recovered:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlk_ledger import cli
+from rlk_ledger import cli, terminal
 from rlk_ledger.build import build, event
 from rlk_ledger.chain import Ending
 
@@ -233,3 +233,33 @@ def test_ship_says_when_another_shipper_serves(capsys, spool: Path) -> None:
         code, out, _ = run(capsys, "ship", "--spool", str(spool))
     assert code == 0
     assert "another shipper serves" in out
+
+
+def test_a_table_that_a_narrow_terminal_would_shred_becomes_paragraphs(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    headers, rows = (
+        ("run", "roles", "state"),
+        [("demo", "rollout x1, training x1", ""), ("other", "rollout x8", "open")],
+    )
+    for width, wanted in ((30, "run: demo\nroles: rollout x1, training x1\n\nrun: other\n"), (60, "run     roles")):
+        monkeypatch.setattr(terminal, "console", lambda width=width: Console(width=width, color_system=None))
+        terminal.table(headers, rows)
+        assert capsys.readouterr().out.startswith(wanted)
+
+
+def test_many_alike_findings_are_counted_after_the_first_few(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    gaps = [
+        event(RUN, A, n, "gap", kind="rejected", first=n - 1, last=n - 1, reason="unknown event type")
+        for n in (2, 4, 6, 8, 10)
+    ]
+    opened = event(RUN, A, 0, "writer.opened", role="rollout", rank=0, world_size=1)
+    build(str(tmp_path), RUN, [opened, *gaps, event(RUN, A, 11, "writer.closed", reason="done")], roles={"rollout": 1})
+    code, out, _ = run(capsys, "verify", "--ledger", str(tmp_path))
+    assert code == 3
+    assert out.count("GAP  seqs.dropped") == 3
+    assert "and 2 more seqs.dropped of the same" in out
+    _, document, _ = run(capsys, "verify", "--ledger", str(tmp_path), "--json")
+    assert len(json.loads(document)["findings"]) == 5

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rlk_ledger import cli, segments, service, spools
 from rlk_ledger import ledger as ledgers
 from rlk_ledger import outbox as outboxes
-from rlk_ledger import segments, service, spools
 from rlk_ledger.chain import Chain, Forked
 from rlk_ledger.contact import meet
+from rlk_ledger.ledger import Run
 from rlk_ledger.outbox import declared
 from rlk_ledger.recover import recover
 from rlk_ledger.service import elected, ship_once
@@ -387,3 +388,36 @@ def test_a_dead_writers_spool_is_kept_until_its_loss_is_stated(
     Shipper(spool).cycle(flush=True)
     assert statements(url) == [(writer.writer_id, 30)]
     assert not writer.directory.exists()
+
+
+def test_a_damaged_receipt_does_not_stop_later_shippers(new_writer, spool, url) -> None:
+    """Verify names the damage; the events of the next job are shipped all the same."""
+    first = new_writer()
+    first.many(2)
+    first.close()
+    Shipper(spool).cycle(flush=True)
+    (receipt,) = Path(url).glob("runs/r1/receipt/*/00000000.json")
+    receipt.write_bytes(receipt.read_bytes()[:-9])
+    second = new_writer()
+    records = [*second.many(2), second.close()]
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    assert shipper.errors() == []
+    assert sum(r.segment.rows for r in Run(open_store(url), "r1").intact_receipts()) == len(records)
+    kinds = {f.kind for f in verify(url).findings if f.severity == "error"}
+    assert kinds == {"receipt.unreadable"}
+
+
+def test_recover_counts_the_bytes_of_a_spool_whose_header_is_gone(new_writer, spool, tmp_path) -> None:
+    """Nobody can tell which ledger they belong to: they are counted, named and left where they are."""
+    writer = new_writer(dead=True)
+    writer.many(3)
+    (file,) = writer.directory.glob("*.spool")
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+    (found,) = recover(spool)
+    assert (found.state, found.events, found.lost_bytes) == ("unreadable", 0, len(data.rstrip(b"\0")))
+    assert "00000000.spool" in str(found.problem)
+    assert file.read_bytes() == data
+    assert cli.main(["recover", str(spool)]) == 3

@@ -74,7 +74,8 @@ def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool,
     if not found:
         terminal.say(f"{spool} holds no spool files: nothing to recover.")
     for item in found:
-        terminal.say(f"writer {item.writer_id}, {item.state}, run {item.run_id}, ledger {item.ledger}")
+        place = f", run {item.run_id}, ledger {item.ledger}" if item.run_id else ""
+        terminal.say(f"writer {item.writer_id}, {item.state}{place}")
         terminal.say(f"       {_statement(item)}")
     ctx.exit(code)
 
