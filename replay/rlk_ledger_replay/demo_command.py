@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import shutil
@@ -14,12 +15,14 @@ import click
 from rlk_ledger import terminal
 from rlk_ledger_replay.demo.faults import FAULTS
 from rlk_ledger_replay.demo.settings import LIMIT_STEPS
+from rlk_ledger_schemas.errors import UsageError
 
 if TYPE_CHECKING:
     from rlk_ledger_replay.demo.flow import Outcome
     from rlk_ledger_replay.demo.phases import Phases
     from rlk_ledger_replay.demo.settings import Settings
 
+_NEEDED = ("torch", "transformers", "safetensors", "jinja2")
 _DAMAGE = "import pathlib; p = pathlib.Path({path}); b = bytearray(p.read_bytes()); b[{at}] ^= 1; p.write_bytes(b)"
 
 
@@ -40,14 +43,16 @@ _DAMAGE = "import pathlib; p = pathlib.Path({path}); b = bytearray(p.read_bytes(
 @terminal.output_options
 @click.pass_context
 def demo(ctx: click.Context, directory: Path, fault: str | None, steps: int, seed: int, as_json: bool) -> None:
-    """Run the main job on this machine: two engines record, then verify, audit, replay, report.
+    """Show it all on a small model: record, verify, audit, replay.
 
-    A small model that ships with the package generates in one process and is trained in another; nothing is
-    downloaded. Exit codes: 0 nothing wrong, 1 the fault is named, 3 something could not be known, 2 usage.
+    The model ships with the package, generates in one process and is trained in another; nothing is downloaded.
+    With --fault something goes really wrong. A report is written. Exit codes: 0 nothing wrong, 1 the fault is named,
+    3 something could not be known, 2 usage.
     """
     from rlk_ledger_replay.demo.flow import prepare, run_demo
     from rlk_ledger_replay.demo.phases import Phases
 
+    _check_packages()
     settings = prepare(directory, fault, steps, seed)
     phases = Phases(terminal.console(stderr=as_json))
     _introduce(settings, phases)
@@ -57,6 +62,13 @@ def demo(ctx: click.Context, directory: Path, fault: str | None, steps: int, see
     else:
         _conclude(outcome, phases, directory)
     ctx.exit(outcome.exit_code)
+
+
+def _check_packages() -> None:
+    """Raises UsageError when a package the engines or the report import is not installed."""
+    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UsageError(f"the demo needs {', '.join(absent)}: pip install 'rlk-ledger[replay,report]'.")
 
 
 def _introduce(settings: Settings, phases: Phases) -> None:

@@ -62,9 +62,10 @@ def replay(
     no_record: bool,
     as_json: bool,
 ) -> None:
-    """Re-score recorded samples with the deterministic reference and name the side that drifted.
+    """Re-score recorded samples and name the side that drifted.
 
-    Exit codes: 0 nothing wrong, 1 something is wrong (an error finding), 3 something could not be known, 2 usage.
+    The scorer is a deterministic float32 reference on the recorded checkpoints, or on those of --weights. Exit codes:
+    0 nothing wrong, 1 something is wrong (an error finding), 3 something could not be known, 2 usage.
     """
     from rlk_ledger_replay import screen
     from rlk_ledger_replay.run import replay as run_replay

@@ -20,10 +20,11 @@ from rlk_ledger import terminal
 @terminal.ledger_option
 @terminal.output_options
 def report(run: str, output: Path | None, record: bool, url: str | None, as_json: bool) -> None:
-    """Write one self-contained HTML file about a run: verdict, findings, drift, arms, samples, provenance.
+    """Write one self-contained HTML file about a run.
 
-    The file works offline and is made of the ledger alone; what was not measured is listed as such. Writing it again
-    from the same record gives the same bytes. Exit codes: 0 written, whatever the verdict; 2 not written.
+    It shows verdict, findings, drift, arms, worst samples and provenance, works offline and is made of the ledger
+    alone; what was not measured is listed as such. Writing it again from the same record gives the same bytes.
+    Exit codes: 0 written, whatever the verdict; 2 not written.
     """
     from rlk_ledger_replay.report import write_report
     from rlk_ledger_schemas.objects import check_run_id

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PIPE_WIDTH = 100_000
+_READABLE = 16
+"""The least width a wider column is folded to."""
+_BETWEEN = 3
+"""What rich puts between two columns."""
 
 
 def ledger_option(command: _F) -> _F:
@@ -71,17 +75,35 @@ def console(stderr: bool = False) -> "Console":
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str] = ()) -> None:
-    """Prints a table; the columns named in `right` are right-aligned. Long cells fold in a terminal."""
+    """Prints a table; the columns named in `right` are right-aligned. Long cells fold in a terminal.
+
+    Where a terminal is so narrow that folding would leave some column less than a word, rows become paragraphs of
+    `header: cell` lines, empty cells left out.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    if _too_narrow(headers, rows, console().width):
+        for row in rows:
+            for header, cell in zip(headers, row):
+                if cell not in (None, ""):
+                    say(f"{header}: {cell}")
+            say("")
+        return
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for header in headers:
         out.add_column(header, justify="right" if header in right else "left", overflow="fold")
     for row in rows:
         out.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     console().print(out)
+
+
+def _too_narrow(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> bool:
+    """Whether columns of their own width, or of a readable width where they are wider, do not fit `width`."""
+    texts = [[header, *("" if row[k] is None else str(row[k]) for row in rows)] for k, header in enumerate(headers)]
+    wanted = [min(max(map(len, column)), _READABLE) for column in texts]
+    return sum(wanted) + _BETWEEN * (len(headers) - 1) > width
 
 
 def say(text: str, style: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """`verify`: is the ledger intact?"""
 
+import itertools
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"error": "bold red", "gap": "yellow", "info": "dim"}
 _WORDS = {"error": "ERROR", "gap": "GAP", "info": "note"}
+_SHOWN = 3
 
 
 @click.command()
@@ -32,17 +34,29 @@ def verify(ctx: click.Context, run: str | None, deep: bool, url: str | None, as_
     if as_json:
         terminal.echo_json({"ledger": url, "run_id": run, **{f: getattr(result, f) for f in result.__struct_fields__}})
     else:
-        for item in result.findings:
-            terminal.say(f"{_WORDS[item.severity]}  {item.kind}  {item.object}{_place(item)}", _STYLES[item.severity])
-            terminal.say(f"       {item.text}")
+        for like, items in itertools.groupby(result.findings, key=lambda f: (f.kind, f.object, f.writer)):
+            _say_alike(like[0], list(items))
         style = {"intact": "bold green", "tampered": "bold red", "incomplete": "bold yellow"}[result.verdict]
         what = "every event and column" if deep else "every receipt and file"
         terminal.say(
-            f"{result.verdict}: checked {what} of {result.runs} runs, {result.segments} segments, "
-            f"{result.events} events, {terminal.size_text(result.bytes)}",
+            f"{result.verdict}: checked {what} of {_count(result.runs, 'run')}, {_count(result.segments, 'segment')}, "
+            f"{_count(result.events, 'event')}, {terminal.size_text(result.bytes)}",
             style,
         )
     ctx.exit(int(result.exit_code))
+
+
+def _say_alike(kind: str, items: "list[Finding]") -> None:
+    """Prints findings of one kind about one writer or object: the first few in full, the rest as a count."""
+    for item in items[:_SHOWN]:
+        terminal.say(f"{_WORDS[item.severity]}  {kind}  {item.object}{_place(item)}", _STYLES[item.severity])
+        terminal.say(f"       {item.text}")
+    if len(items) > _SHOWN:
+        terminal.say(f"       and {len(items) - _SHOWN} more {kind} of the same; --json lists them all")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _place(item: "Finding") -> str:

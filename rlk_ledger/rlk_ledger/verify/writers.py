@@ -93,7 +93,7 @@ def _missing(run_id: str, writer_id: str, held: _Spans, dropped: _Spans) -> Iter
         text = f"{last - first + 1} sequence numbers are in no segment and no gap event explains them"
         yield finding("seqs.missing", run, text, writer=writer_id, first=first, last=last)
     for first, last in intersect(absent, dropped):
-        text = f"{last - first + 1} sequence numbers were dropped by the recorder, which said so in a gap event"
+        text = f"{last - first + 1} sequence numbers were dropped by the recorder; its gap event says why (view `gaps`)"
         yield finding("seqs.dropped", run, text, writer=writer_id, first=first, last=last)
 
 
@@ -193,7 +193,8 @@ def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> 
         if not absent:
             continue
         shown = _shown(absent)
-        text = f"of {size} {role} ranks these never reported: {shown}"
+        unheard = "are in no segment that can be read" if events.damaged else "never reported"
+        text = f"of {size} {role} ranks these {unheard}: {shown}"
         kind = "run.open" if open_ else "rank.missing"
         yield finding(kind, layout.run_json(run_id), text)
 
