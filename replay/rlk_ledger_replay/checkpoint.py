@@ -75,8 +75,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     family = _family(raw, where)
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
-    kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = raw.get("head_dim") or hidden // heads
+    kv_heads = _positive(raw, "num_key_value_heads", where, default=heads)
+    head_dim = _positive(raw, "head_dim", where, default=hidden // heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -97,7 +97,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         kv_heads=kv_heads,
         head_dim=head_dim,
         positions=_positive(raw, "max_position_embeddings", where),
-        eps=float(raw.get("rms_norm_eps", 1e-6)),
+        eps=_number(raw, "rms_norm_eps", where, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or biased,
@@ -115,15 +115,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """
     folder = Path(path)
     config_path = folder / "config.json"
-    try:
-        raw = json.loads(config_path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{config_path}: cannot be read ({error.strerror}); pass a model folder") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{config_path}: is not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{config_path}: holds a {type(raw).__name__}, expected an object")
-    config = parse_config(raw, str(config_path))
+    config = parse_config(_object(config_path), str(config_path))
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(folder):
         try:
@@ -189,6 +181,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _family(raw: Mapping[str, Any], where: str) -> str:
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"{where}: architectures is {names!r}, expected a list of names")
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if family is None:
         known = ", ".join(ARCHITECTURES)
@@ -200,22 +194,40 @@ def _family(raw: Mapping[str, Any], where: str) -> str:
         raise UnknownArchitectureError(f"{where}: sliding-window attention is not implemented")
     if raw.get("mlp_bias", False):
         raise UnknownArchitectureError(f"{where}: mlp_bias is not implemented")
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnknownArchitectureError(f"{where}: partial_rotary_factor is not implemented")
     if raw.get("quantization_config"):
         raise UnknownArchitectureError(f"{where}: quantised weights are not implemented")
     return family
 
 
-def _positive(raw: Mapping[str, Any], name: str, where: str) -> int:
+def _positive(raw: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
     value = raw.get(name)
+    if value is None:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{where}: {name} is {value!r}, expected a whole number of at least 1")
     return value
 
 
+def _number(raw: Mapping[str, Any], name: str, where: str, default: float) -> float:
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise CheckpointError(f"{where}: {name} is {value!r}, expected a finite number above 0")
+    return float(value)
+
+
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    fields: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(fields.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    fields: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = raw.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"{where}: {name} is {given!r}, expected an object")
+        fields.update(given)
+    theta = _number(fields, "rope_theta", where, _number(raw, "rope_theta", where, 10000.0))
     kind = str(fields.get("rope_type", fields.get("type", "default")))
     if kind not in ("default", "linear", "llama3"):
         raise UnknownArchitectureError(
@@ -223,18 +235,34 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
         )
     scaling = RopeScaling(
         kind=kind,
-        factor=float(fields.get("factor", 1.0)),
-        low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
-        original_max_position=int(fields.get("original_max_position_embeddings", 8192)),
+        factor=_number(fields, "factor", where, 1.0),
+        low_freq_factor=_number(fields, "low_freq_factor", where, 1.0),
+        high_freq_factor=_number(fields, "high_freq_factor", where, 4.0),
+        original_max_position=_positive(fields, "original_max_position_embeddings", where, default=8192),
     )
     return theta, scaling
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises CheckpointError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); pass a model folder") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected an object")
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        shards = _object(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{index}: weight_map is not an object of file names by tensor")
+        return [folder / name for name in sorted(set(shards.values()))]
     single = folder / "model.safetensors"
     if not single.exists():
         raise CheckpointError(f"{folder}: holds neither model.safetensors nor model.safetensors.index.json")

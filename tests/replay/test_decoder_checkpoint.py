@@ -71,6 +71,7 @@ def test_tensors_in_memory_and_shards_score_like_the_folder(tmp_path: Path) -> N
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not implemented"),
         ({"quantization_config": {"bits": 4}}, "quantised weights are not implemented"),
         ({"head_dim": 512}, "head_dim 512 is not implemented"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not implemented"),
     ],
 )
 def test_what_has_no_implementation_is_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -85,6 +86,18 @@ def test_what_has_no_implementation_is_refused_by_name(change: dict[str, Any], m
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": "3"}, "num_key_value_heads is '3', expected a whole number"),
+        ({"head_dim": -2}, "head_dim is -2, expected a whole number"),
+        ({"head_dim": 32.0}, r"head_dim is 32\.0, expected a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number above 0"),
+        ({"rope_theta": -1, "rope_parameters": None}, "rope_theta is -1, expected a finite number above 0"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default', expected an object"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": None, "rope_theta": []}, "rope_parameters": None},
+            "is \\[\\]",
+        ),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM', expected a list of names"),
     ],
 )
 def test_a_config_without_a_valid_field_is_refused(change: dict[str, Any], message: str) -> None:
@@ -121,4 +134,23 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "holds a list, expected an object"),
+        (b"{}", "weight_map is not an object"),
+        (b'{"weight_map": {"a": 1}}', "weight_map is not an object"),
+        (b'{"weight_map": {"a": "absent.safetensors"}}', "cannot be read as safetensors"),
+        (b'{"weight_map": {}}', "is missing; the config needs it"),
+    ],
+)
+def test_an_index_that_names_no_shards_is_refused(tmp_path: Path, index: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path)
