@@ -69,7 +69,7 @@ def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, li
         shipper = Shipper(spool, _shared, workers=_WORKERS)
         claim(lock, shipper)
         try:
-            return _loop(shipper, until_idle, stop, linger_s)
+            return _loop(shipper, lock, until_idle, stop, linger_s)
         finally:
             shipper.close()
 
@@ -81,10 +81,10 @@ def _shared(url: str) -> Store:
     return open_store(url)
 
 
-def _loop(shipper: Shipper, until_idle: bool, stop: threading.Event, linger_s: float) -> int:
+def _loop(shipper: Shipper, lock: int, until_idle: bool, stop: threading.Event, linger_s: float) -> int:
     idle_since = time.monotonic()
-    while not stop.is_set():
-        busy = shipper.cycle(flush=until_idle and not _live(shipper))
+    while not stop.is_set() and _holds(lock, shipper.spool):
+        busy = shipper.cycle(flush=until_idle and not _live(shipper), patient=True)
         if busy or not shipper.idle():
             idle_since = time.monotonic()
         elif until_idle and time.monotonic() - idle_since >= linger_s:
@@ -92,9 +92,20 @@ def _loop(shipper: Shipper, until_idle: bool, stop: threading.Event, linger_s: f
         if until_idle and shipper.failing_for() >= GIVE_UP and not _live(shipper):
             return 1
         stop.wait(_BUSY_S if busy or time.monotonic() - idle_since < 1.0 else _IDLE_S)
-    shipper.cycle(flush=True)
+    if _holds(lock, shipper.spool):
+        shipper.cycle(flush=True)
     shipper.drain(_STOP_S)
     return 0
+
+
+def _holds(lock: int, spool: Path) -> bool:
+    """Whether `lock` still is the spool's lock file: a spool directory that was removed and made anew is another's."""
+    try:
+        there = os.stat(spool / LOCK)
+    except OSError:
+        return False
+    held = os.fstat(lock)
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _live(shipper: Shipper) -> bool:

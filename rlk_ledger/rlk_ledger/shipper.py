@@ -60,12 +60,15 @@ class Shipper:
 
     # -- one cycle ---------------------------------------------------------------------------------------------------
 
-    def cycle(self, flush: bool = False) -> bool:
-        """Reads, syncs, ships what is due (everything when `flush`), releases; whether there was anything to do."""
+    def cycle(self, flush: bool = False, patient: bool = False) -> bool:
+        """Reads, syncs, ships what is due (everything when `flush`), releases; whether there was anything to do.
+
+        A bucket that refused is not asked again before its pause is over, except by a `flush` that is not `patient`.
+        """
         read = self._scan()
         wanted = self._flushes()
         self._sync(flush or bool(wanted))
-        shipped = self._ship(flush, wanted)
+        shipped = self._ship(flush, wanted, patient or not flush)
         self._settle()
         return read or shipped
 
@@ -128,7 +131,7 @@ class Shipper:
                     writer.sync()
         self._synced_at = time.monotonic()
 
-    def _ship(self, flush: bool, wanted: set[tuple[str, str]]) -> bool:
+    def _ship(self, flush: bool, wanted: set[tuple[str, str]], patient: bool) -> bool:
         busy = False
         for key, outbox in self.outboxes.items():
             future = self._futures.get(key)
@@ -138,7 +141,7 @@ class Shipper:
             elif future is not None:
                 continue
             asked = flush or key in wanted
-            if not outbox.due(asked) or (time.monotonic() < outbox.retry_at and not flush):
+            if not outbox.due(asked) or (patient and time.monotonic() < outbox.retry_at):
                 continue
             outbox.take()
             if self._pool is not None:

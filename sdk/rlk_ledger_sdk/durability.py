@@ -92,6 +92,7 @@ class Durability:
         if expected:
             why = f" after {timeout:g} s"
         else:
-            why = f"; nothing ships the spool {self._config.spool}: run `rlk-ledger ship`"
+            why = "; nothing ships the spool"
         error = f"; the shipper says: {status.error}" if status.error else ""
-        return f"{what}{why}{error}. They are safe in the spool."
+        spool = self._config.spool
+        return f"{what}{why}{error}. They are safe in the spool; `rlk-ledger recover {spool}` ships them later."

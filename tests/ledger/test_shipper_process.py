@@ -1,6 +1,7 @@
 """The shipper as a process: started by a writer, elected by lock, gone when idle, harmless to its parent."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from rlk_ledger import ledger as ledgers
+from rlk_ledger import outbox
 from rlk_ledger.service import serve
+from rlk_ledger.shipper import Shipper
 from rlk_ledger.spawn import start
+from rlk_ledger.store import Store
 from rlk_ledger.verify import verify
+from rlk_ledger_schemas.errors import StoreError
 from rlk_ledger_sdk.status import lock_is_free, read_status, request_flush
 
 
@@ -123,3 +128,44 @@ def test_importing_the_package_loads_nothing_heavy_and_its_surface_is_pinned() -
         *("close", "contract_id", "current", "errors", "events", "flush"),
         *("init", "mask_digest", "open", "record", "scope", "token_digest"),
     ]
+
+
+def test_a_bucket_that_refuses_is_named_to_its_writers_and_is_not_asked_again_at_once(
+    new_writer, spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str) -> Store:
+        asked.append(url)
+        raise StoreError(f"{url}: no such bucket.")
+
+    monkeypatch.setattr(outbox, "_FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(outbox, "_LONGEST_BACKOFF_S", 3600.0)
+    writer = new_writer()
+    writer.many(2)
+    writer.close()
+    shipper = Shipper(spool, refuse, workers=1)
+    for _ in range(1000):
+        shipper.cycle(flush=True, patient=True)  # as the shipper process does once no writer lives
+        if read_status(writer.directory).error:
+            break
+        time.sleep(0.01)
+    assert "no such bucket" in str(read_status(writer.directory).error)
+    for _ in range(20):
+        shipper.cycle(flush=True, patient=True)
+    assert len(asked) == 1
+    shipper.cycle(flush=True)
+    shipper.drain(60.0)
+    assert len(asked) == 2
+    shipper.close()
+
+
+def test_a_shipper_whose_spool_directory_was_removed_leaves_it_to_the_next(new_writer, spool: Path) -> None:
+    """Its lock is on a file that is no more: two shippers would serve the directory made anew."""
+    new_writer().many(1)
+    start(spool)
+    wait_for(lambda: not lock_is_free(spool))
+    wait_for(lambda: _shippers(spool) != [])
+    shutil.rmtree(spool)
+    spool.mkdir()
+    wait_for(lambda: _shippers(spool) == [])

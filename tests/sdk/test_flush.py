@@ -82,7 +82,7 @@ def test_an_unknown_level_and_one_of_a_later_release_are_refused(opened):
 def test_without_a_shipper_flush_says_at_once_who_has_to_ship(opened):
     opened()
     knob()
-    with pytest.raises(FlushTimeout, match=r"3 events of writer .* nothing ships .* run `rlk-ledger ship`"):
+    with pytest.raises(FlushTimeout, match=r"3 events of writer .* nothing ships .* `rlk-ledger recover .*` ships"):
         flush("committed", timeout=3600)
 
 
