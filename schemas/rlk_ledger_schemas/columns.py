@@ -46,9 +46,6 @@ PROMOTED: dict[str, Promoted] = {
     "temperature": Promoted("float64", ("sampling", "temperature")),
 }
 
-REDACTED_TOKENS = "uint64"
-"""Array dtype of token ids under `redaction = hash`; under `drop` the arrays are absent."""
-
 
 def array_column(name: str, dtype: str) -> str:
     """The column that holds array `name` of `dtype`."""

@@ -302,11 +302,6 @@ FINDINGS: dict[str, FindingType] = {
 }
 
 
-def severity_of(finding_id: str) -> Severity:
-    """The severity of a finding id; raises KeyError for an unknown one."""
-    return FINDINGS[finding_id].severity
-
-
 def exit_code(severities: Iterable[Severity]) -> Exit:
     """ERROR where any finding is an error, else GAP where any is a gap, else OK."""
     seen = set(severities)

@@ -14,12 +14,13 @@ import msgspec
 
 from rlk_ledger_schemas.codec import decode_envelope, decode_payload
 from rlk_ledger_schemas.errors import LedgerError
+from rlk_ledger_schemas.events import ASSIGNED
 from rlk_ledger_schemas.frame import SpoolHeader, crc_seed, decode_header, frame_size, read_frames, unwritten
 from rlk_ledger_sdk import api
 from rlk_ledger_sdk.config import Config, load_config
 from rlk_ledger_sdk.recorder import Recorder
 
-_ASSIGNED = ("type", "schema_version", "seq", "wall_ns", "mono_ns", "run_id", "writer_id")
+_ASSIGNED = ("type", *ASSIGNED)
 
 
 class Recorded(msgspec.Struct, frozen=True):

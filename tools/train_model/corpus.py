@@ -25,7 +25,6 @@ TRAIN_MODULES = (
 )
 HELD_OUT_MODULES = ("sched", "shlex", "statistics", "textwrap")
 
-BYTE_TOKENS = 256
 BOS, EOS, PAD = 256, 257, 258
 """Token ids 0..255 are bytes. 259..271 are reserved, so that the vocabulary divides by 16."""
 VOCAB_SIZE = 272
