@@ -61,6 +61,12 @@ def test_nothing_the_caller_owns_survives_construction() -> None:
         ("logprobs", SCORE | {"values": numpy.zeros((2, 2), dtype="f4")}, "one dimension, got shape (2, 2)"),
         ("logprobs", SCORE | {"values": "abc"}, "must be a list of numbers"),
         ("logprobs", SCORE | {"source": "trainer"}, "`source` must be one of"),
+        ("contract.declared", {"kind": "logprobs", "version": "1", "body": {}}, "at `kind`; use one of logprob, att"),
+        (
+            "weights.published",
+            {"weight_version": "v", "digest": "ab", "tensor_count": 1},
+            "expected `<algorithm>:<hex>`",
+        ),
         ("logprobs", SCORE | {"entropy": [1.0]}, "`entropy` has 1 entries for 2 values"),
         (
             "logprobs",

@@ -5,9 +5,10 @@ Two ways lead to the same bytes. `record("logprobs", sample_id=..., values=...)`
 *wire* Struct (the envelope without arrays) and a dict of `Array`s.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +20,8 @@ SCHEMA_VERSION = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Digest = Annotated[str, Meta(pattern=r"^[a-z0-9]+:[0-9a-f]+$", max_length=300)]
+DIGEST_PATTERN = r"^[a-z0-9]+:[0-9a-f]+$"
+Digest = Annotated[str, Meta(pattern=DIGEST_PATTERN, max_length=300)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Free = dict[str, Any]
 Arrays = dict[str, Array]
@@ -186,7 +188,7 @@ def convert(kind: EventType, type_name: str, fields: dict[str, Any]) -> Any:
     try:
         return msgspec.convert(plain(fields), kind.wire)
     except (msgspec.ValidationError, TypeError) as error:
-        raise EventError(f"{type_name}: {_lower(str(error))}.") from None
+        raise EventError(f"{type_name}: {_lower(str(error))}{_choices(kind, str(error))}.") from None
     except Exception as error:
         raise _unencodable(type_name, fields) or EventError(f"{type_name}: {_reason(error)}.") from None
 
@@ -267,4 +269,15 @@ def _nearest(word: str, known: Any) -> str:
 
 
 def _lower(text: str) -> str:
-    return text.replace("Object missing required field", "missing required field").replace(" - at `$.", " at `")
+    text = text.replace("Object missing required field", "missing required field").replace(" - at `$.", " at `")
+    return text.replace(f"Expected `str` matching regex {DIGEST_PATTERN!r}", "expected `<algorithm>:<hex>`")
+
+
+def _choices(kind: EventType, text: str) -> str:
+    """The values a field of fixed choices takes, when that is what msgspec's `text` refused; else nothing."""
+    found = re.fullmatch(r"Invalid enum value .* - at `\$\.(\w+)`", text)
+    if found is None:
+        return ""
+    declared = get_type_hints(kind.public).get(found[1])
+    values = [v for part in (declared, *get_args(declared)) if get_origin(part) is Literal for v in get_args(part)]
+    return f"; use one of {', '.join(map(str, values))}" if values else ""
