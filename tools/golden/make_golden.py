@@ -37,12 +37,14 @@ ODD = Array("float32", struct.pack("<7I", 0x7F800000, 0xFF800000, 0x7FC00001, 0x
 TOKENS = [5, 0, 151_935, 7, 7, 42, 1]
 MASK = [1, 1, 0, 0, 1, 1, 1]
 BODY = {"mode": "processed", "temperature": 0.7, "head_dtype": "bfloat16", "execution_path": "decode"}
+Listed = tuple[str, dict[str, Any]]
+"""An event type and its fields."""
 _SHARED: dict[str, Any] = {"step": 3, "rollout_id": "r-1", "attempt": 0, "labels": {"team": "a"}}
 
 
-def rollout_events() -> list[tuple[str, dict[str, Any]]]:
-    """What the rollout side records, every field of every type it uses."""
-    sample = {
+def _sample() -> dict[str, Any]:
+    """A rollout sample with every field it can have."""
+    return {
         "sample_id": "s0",
         "response_token_ids": TOKENS,
         "loss_mask": MASK,
@@ -80,7 +82,10 @@ def rollout_events() -> list[tuple[str, dict[str, Any]]]:
         "support_offsets": [0, 1, 2, 3, 3, 3, 3, 3],
         "metadata_source": {"engine": "measured", "model": "defaulted"},
     }
-    redacted = Array("uint64", struct.pack("<3Q", 2**64 - 1, 0, 2**63))
+
+
+def _openings() -> list[Listed]:
+    """How the rollout writer opens the run."""
     return [
         (
             "run.opened",
@@ -107,6 +112,12 @@ def rollout_events() -> list[tuple[str, dict[str, Any]]]:
                 "revision": {"commit": "abc", "dirty": "def"},
             },
         ),
+    ]
+
+
+def _decisions() -> list[Listed]:
+    """What the rollout side computes with."""
+    return [
         ("contract.declared", {"kind": "logprob", "version": "1", "body": BODY}),
         (
             "knob.applied",
@@ -148,6 +159,13 @@ def rollout_events() -> list[tuple[str, dict[str, Any]]]:
                 "backend": "nccl",
             },
         ),
+    ]
+
+
+def _samples() -> list[Listed]:
+    """What the rollout side samples, and from which weights."""
+    redacted = Array("uint64", struct.pack("<3Q", 2**64 - 1, 0, 2**63))
+    return [
         (
             "weights.loaded",
             {
@@ -165,7 +183,7 @@ def rollout_events() -> list[tuple[str, dict[str, Any]]]:
             },
         ),
         ("prompt.recorded", {"prompt_id": "p0", "token_ids": [1, 2, 3], "prefix_of": "p-"}),
-        ("rollout.sample", sample),
+        ("rollout.sample", _sample()),
         ("rollout.sample", {"sample_id": "redacted", "response_token_ids": redacted, "loss_mask": [1, 0, 1]}),
         (
             "logprobs",
@@ -190,11 +208,15 @@ def rollout_events() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def training_events() -> list[tuple[str, dict[str, Any]]]:
-    """What the training side, the audit and the replay record."""
+def rollout_events() -> list[Listed]:
+    """What the rollout side records, every field of every type it uses."""
+    return _openings() + _decisions() + _samples()
+
+
+def _scores() -> list[Listed]:
+    """What the training side records of its weights, batches and scores."""
     shard = {"axis": "sequence", "rank": 0, "world_size": 2, "ranges": [[0, 2], [5, 6]]}
     three = {"max": [1.0, 2.0, 3.0], "sum_exp": [1.5, 1.25, 1.0], "target_logit": [0.5, -0.0, 3.0]}
-    ids = {"replay_id": "rp", "case_id": DIGEST, "arm": "both_native"}
     return [
         ("writer.opened", {"role": "training", "rank": 0, "world_size": 1}),
         (
@@ -240,6 +262,13 @@ def training_events() -> list[tuple[str, dict[str, Any]]]:
                 "partials": three,
             },
         ),
+    ]
+
+
+def _replays() -> list[Listed]:
+    """What a replay records."""
+    ids = {"replay_id": "rp", "case_id": DIGEST, "arm": "both_native"}
+    return [
         (
             "replay.planned",
             {
@@ -269,6 +298,12 @@ def training_events() -> list[tuple[str, dict[str, Any]]]:
             "gate.checked",
             {"replay_id": "rp", "gate": "values", "status": "unknown", "reason": "none", "evidence": {"n": 0}},
         ),
+    ]
+
+
+def _endings() -> list[Listed]:
+    """What an audit finds, what a report and a shipper state, and how the training writer ends."""
+    return [
         (
             "finding.raised",
             {
@@ -299,7 +334,12 @@ def training_events() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _numbered(writer_id: str, listed: list[tuple[str, dict[str, Any]]], skip: int = 0) -> list[Record]:
+def training_events() -> list[Listed]:
+    """What the training side, the audit and the replay record."""
+    return _scores() + _replays() + _endings()
+
+
+def _numbered(writer_id: str, listed: list[Listed], skip: int = 0) -> list[Record]:
     out, seq = [], 0
     for i, (name, fields) in enumerate(listed):
         seq += skip if name == "gap" else 0
