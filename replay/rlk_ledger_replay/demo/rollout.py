@@ -95,41 +95,12 @@ class RolloutEngine:
 
     def _record(self, request: Request, step: int, layout: str, seed: int) -> Rolled:
         """Records one finished response and its log-probabilities; returns what the trainer gets."""
-        settings, n = self.settings, len(request.tokens)
-        version = version_name(step)
         score = reward(request.tokens, request.loss_mask)
         digests = {
             "token_digest": rlk_ledger.token_digest(request.tokens),
             "mask_digest": rlk_ledger.mask_digest(request.loss_mask),
         }
-        numerics = settings.numerics(SIDE)
-        rlk_ledger.record(
-            "rollout.sample",
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            prompt_id=request.task.prompt_id,
-            response_token_ids=request.tokens,
-            loss_mask=request.loss_mask,
-            tokenizer="bytes",
-            model="rlk-ledger-demo",
-            sampling={
-                "temperature": numerics.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
-                "seed": seed,
-                "n": settings.group_size,
-            },
-            finish_reason=request.finish_reason,
-            status="completed" if request.finish_reason == "stop" else "truncated",
-            reward=score,
-            weight_spans=[{"version": version, "start": 0, "end": n}],
-            stamp_rule="version held while the whole batch was generated",
-            engine=declare.INSTANCE[SIDE],
-            cache={"cached_tokens": 0},
-            chunks=[len(request.task.prompt)],
-            metadata_source={"reward": "derived", "weight_spans": "measured", "sampling": "measured"},
-            **digests,
-        )
+        self._record_sample(request, version_name(step), seed, score, digests)
         missing = [math.isnan(value) for value in request.logprobs]
         rlk_ledger.record(
             "logprobs",
@@ -138,8 +109,8 @@ class RolloutEngine:
             contract_id=self.contract,
             values=request.logprobs,
             value_class=[_MISSING if gone else _FINITE for gone in missing] if any(missing) else None,
-            dtype=numerics.head_dtype,
-            weight_version=version,
+            dtype=self.settings.numerics(SIDE).head_dtype,
+            weight_version=version_name(step),
             pass_id="generate",
             layout_id=layout,
             **digests,
@@ -152,6 +123,35 @@ class RolloutEngine:
             loss_mask=request.loss_mask,
             logprobs=[None if gone else value for gone, value in zip(missing, request.logprobs)],
             reward=score,
+        )
+
+    def _record_sample(self, request: Request, version: str, seed: int, score: float, digests: dict[str, str]) -> None:
+        rlk_ledger.record(
+            "rollout.sample",
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            prompt_id=request.task.prompt_id,
+            response_token_ids=request.tokens,
+            loss_mask=request.loss_mask,
+            tokenizer="bytes",
+            model="rlk-ledger-demo",
+            sampling={
+                "temperature": self.settings.numerics(SIDE).temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "seed": seed,
+                "n": self.settings.group_size,
+            },
+            finish_reason=request.finish_reason,
+            status="completed" if request.finish_reason == "stop" else "truncated",
+            reward=score,
+            weight_spans=[{"version": version, "start": 0, "end": len(request.tokens)}],
+            stamp_rule="version held while the whole batch was generated",
+            engine=declare.INSTANCE[SIDE],
+            cache={"cached_tokens": 0},
+            chunks=[len(request.task.prompt)],
+            metadata_source={"reward": "derived", "weight_spans": "measured", "sampling": "measured"},
+            **digests,
         )
 
 
