@@ -14,7 +14,7 @@ from rlk_ledger import layout
 from rlk_ledger.contact import Contact
 from rlk_ledger.records import LIMIT, Record
 from rlk_ledger.segments import write_segment
-from rlk_ledger.store import AlreadyThere, Store
+from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import StoreError
 from rlk_ledger_schemas.fingerprints import sha256
@@ -23,6 +23,10 @@ from rlk_ledger_schemas.objects import FORMAT, Receipt, SegmentRef, WriterRange,
 
 class Forked(StoreError):
     """Another shipper writes under this chain's identity: take a new one."""
+
+
+class Uprooted(StoreError):
+    """The ledger.json or run.json this chain began under is gone or another: a chain has to begin anew."""
 
 
 class Ending(NamedTuple):
@@ -101,8 +105,10 @@ class Chain:
     def publish(self, draft: Draft) -> Receipt:
         """Puts the segment, checks it, puts the receipt, checks it, and moves the chain on. Safe to repeat.
 
-        Raises Forked when another receipt stands in this place, StoreError when the outcome is open.
+        Raises Forked when another receipt stands in this place, Uprooted when the ledger was removed or replaced, other
+        StoreErrors when the outcome is open.
         """
+        self._check_roots()
         try:
             self.store.create(draft.segment_path, draft.segment)
         except AlreadyThere:
@@ -119,6 +125,18 @@ class Chain:
         self.n = draft.receipt.n + 1
         self.previous = sha256(draft.receipt_bytes)
         return draft.receipt
+
+    def _check_roots(self) -> None:
+        """Without its ledger.json and run.json a receipt would be in a ledger that nobody can open."""
+        contact = self.contact
+        roots = ((layout.LEDGER, contact.ledger_bytes), (layout.run_json(contact.run.run_id), contact.run_bytes))
+        for path, data in roots:
+            try:
+                if self.store.read(path) == data:
+                    continue
+            except Missing:
+                pass
+            raise Uprooted(f"{self.store.locate(path)} is no longer the one this chain began under.")
 
     def renew(self) -> str:
         """Takes a new identity and starts a new chain; returns the old identity."""

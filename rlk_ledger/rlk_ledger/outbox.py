@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rlk_ledger.build import event
-from rlk_ledger.chain import Chain, Draft, Ending, Forked, held_ranges
+from rlk_ledger.chain import Chain, Draft, Ending, Forked, Uprooted, held_ranges
 from rlk_ledger.contact import Contact, meet
 from rlk_ledger.ledger import Run
 from rlk_ledger.records import Record
@@ -138,6 +138,10 @@ class Outbox:
                 receipt = chain.publish(self._draft)
             except Forked:
                 self._replaces, self._said, self._draft = chain.renew(), 0, None
+                continue
+            except Uprooted:
+                self.forget()
+                chain = self._connect(batch)
                 continue
             self._commit(receipt)
             break

@@ -101,7 +101,7 @@ def _loop(shipper: Shipper, lock: int, until_idle: bool, stop: threading.Event, 
 def _holds(lock: int, spool: Path) -> bool:
     """Whether `lock` still is the spool's lock file: a spool directory that was removed and made anew is another's."""
     try:
-        there = os.stat(spool / LOCK)
+        there = (spool / LOCK).stat()
     except OSError:
         return False
     held = os.fstat(lock)

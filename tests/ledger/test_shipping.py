@@ -1,6 +1,7 @@
 """From spool to ledger: every event once, whatever goes wrong on the way."""
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -421,3 +422,19 @@ def test_recover_counts_the_bytes_of_a_spool_whose_header_is_gone(new_writer, sp
     assert "00000000.spool" in str(found.problem)
     assert file.read_bytes() == data
     assert cli.main(["recover", str(spool)]) == 3
+
+
+@pytest.mark.parametrize("what", ["ledger", "run"])
+def test_a_ledger_removed_under_a_shipper_is_begun_anew_and_can_be_read(new_writer, spool, url, what) -> None:
+    """Else every later receipt would lie below a root that nobody can open, and count as committed."""
+    writer = new_writer()
+    writer.many(2)
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    shutil.rmtree(url if what == "ledger" else Path(url) / "runs" / RUN)
+    later = writer.many(3)
+    shipper.cycle(flush=True)
+    assert shipper.errors() == []
+    assert held(url) == expected(*later)
+    result = verify(url, deep=True)
+    assert {f.kind for f in result.findings} == {"seqs.missing", "writer.open"}, "what was removed is missed"
