@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
@@ -97,28 +97,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def load_config(
-    url: str | os.PathLike[str] | None = None,
-    *,
-    run_id: str | None = None,
-    role: str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    roles: Mapping[str, int] | None = None,
-    engine: Mapping[str, Any] | str | None = None,
-    parallel: Mapping[str, Any] | None = None,
-    mode: Mapping[str, str] | None = None,
-    redaction: str | None = None,
-    job: Mapping[str, Any] | None = None,
-    lineage: Mapping[str, Any] | None = None,
-    sampling_policy: Mapping[str, Any] | None = None,
-    spool: str | os.PathLike[str] | None = None,
-    shipper: str | None = None,
-    budget_bytes: int | None = None,
-    block_ms: float | None = None,
-    on_error: str | None = None,
-    environment: Mapping[str, Any] | None = None,
-    revision: Mapping[str, Any] | None = None,
-    parent_writer: str | None = None,
+    url: str | os.PathLike[str] | None = None, *, parent_writer: str | None = None, **options: Unpack[Options]
 ) -> Config | None:
     """The Config of this process, or None where no URL is given anywhere; raises ConfigError.
 
@@ -126,50 +105,66 @@ def load_config(
     RLK_BLOCK_MS, RLK_EXIT_S, RLK_FAST, RLK_CONSISTENCY, RLK_ON_ERROR, RLK_SHIPPER, RLK_REDACTION), which wins over
     what torchrun and Ray say (rank, world size, run id), which wins over the default.
     """
+    check_options(options)
     url = _env("RLK_LEDGER") if url is None else url
     if url is None:
         return None
-    role = _choice("role", role or _env("RLK_ROLE") or "training", ROLES)
-    place = _place(rank, world_size)
-    modes = _mode(mode)
-    redact = Redaction.load(redaction or _env("RLK_REDACTION") or "none", _env("RLK_REDACTION_KEY"))
-    where, named = _spool(spool)
-    under_test = "PYTEST_CURRENT_TEST" in os.environ
-    run_opened = {
-        "roles": dict(roles) if isinstance(roles, Mapping) else {role: place[1]} if roles is None else roles,
-        "mode": modes,
-        "job": job,
-        "redaction": redact.mode,
-        "lineage": lineage,
-        "sampling_policy": sampling_policy,
-    }
-    writer_opened = {
-        "role": role,
-        "rank": place[0],
-        "world_size": place[1],
-        "parallel": parallel,
-        "engine": {"name": engine} if isinstance(engine, str) else engine,
-        "parent_writer": parent_writer,
-        "environment": {**capture(), **_mapping("environment", environment)},
-        "revision": revision,
-    }
+    get = options.get
+    run, writer = _run_opened(options), _writer_opened(options, parent_writer)
+    spool, spool_named = _spool(get("spool"))
+    shipper = get("shipper") or _env("RLK_SHIPPER") or "process"
+    on_error = get("on_error") or _env("RLK_ON_ERROR") or ("raise" if "PYTEST_CURRENT_TEST" in os.environ else "warn")
+    budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     return Config(
         url=_url(url),
-        run_id=_run_id(run_id),
-        spool=where,
-        spool_named=named,
-        redaction=redact,
-        shipper=_choice("shipper", shipper or _env("RLK_SHIPPER") or "process", ("process", "inline", "off")),  # type: ignore[arg-type]
-        budget_bytes=int(_number("budget_bytes", budget_bytes, "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)),
-        block_ms=_number("block_ms", block_ms, "RLK_BLOCK_MS", DEFAULT_BLOCK_MS, 0),
+        run_id=_run_id(get("run_id")),
+        spool=spool,
+        spool_named=spool_named,
+        redaction=Redaction.load(run["redaction"], _env("RLK_REDACTION_KEY")),
+        shipper=_choice("shipper", shipper, ("process", "inline", "off")),  # type: ignore[arg-type]
+        budget_bytes=int(budget),
+        block_ms=_number("block_ms", get("block_ms"), "RLK_BLOCK_MS", DEFAULT_BLOCK_MS, 0),
         exit_s=_number("exit_s", None, "RLK_EXIT_S", DEFAULT_EXIT_S, 0),
-        on_error=_choice(  # type: ignore[arg-type]
-            "on_error", on_error or _env("RLK_ON_ERROR") or ("raise" if under_test else "warn"), ("raise", "warn")
-        ),
-        consistency=modes["consistency"],
-        run_opened=_checked("run.opened", run_opened),
-        writer_opened=_checked("writer.opened", writer_opened),
+        on_error=_choice("on_error", on_error, ("raise", "warn")),  # type: ignore[arg-type]
+        consistency=run["mode"]["consistency"],
+        run_opened=_checked("run.opened", run),
+        writer_opened=_checked("writer.opened", writer),
     )
+
+
+def _run_opened(options: Options) -> dict[str, Any]:
+    """The fields of `run.opened`, not checked yet."""
+    roles = options.get("roles")
+    if roles is None:
+        roles = {_role(options): _place(options.get("rank"), options.get("world_size"))[1]}
+    return {
+        "roles": dict(roles) if isinstance(roles, Mapping) else roles,
+        "mode": _mode(options.get("mode")),
+        "job": options.get("job"),
+        "redaction": options.get("redaction") or _env("RLK_REDACTION") or "none",
+        "lineage": options.get("lineage"),
+        "sampling_policy": options.get("sampling_policy"),
+    }
+
+
+def _writer_opened(options: Options, parent_writer: str | None) -> dict[str, Any]:
+    """The fields of `writer.opened` known before there is a writer, not checked yet."""
+    rank, world_size = _place(options.get("rank"), options.get("world_size"))
+    engine = options.get("engine")
+    return {
+        "role": _role(options),
+        "rank": rank,
+        "world_size": world_size,
+        "parallel": options.get("parallel"),
+        "engine": {"name": engine} if isinstance(engine, str) else engine,
+        "parent_writer": parent_writer,
+        "environment": {**capture(), **_mapping("environment", options.get("environment"))},
+        "revision": options.get("revision"),
+    }
+
+
+def _role(options: Options) -> str:
+    return _choice("role", options.get("role") or _env("RLK_ROLE") or "training", ROLES)
 
 
 def _env(name: str) -> str | None:
