@@ -165,10 +165,14 @@ def ship_once(
 
 
 def claim(lock: int, shipper: Shipper) -> None:
-    """Marks the lock file: whoever held it before and finds another mark has to read the receipts again."""
+    """Marks the lock file: whoever held it before and finds another mark has to read the receipts again.
+
+    On a full disk no mark can stand there, which is another mark; shipping is what makes room.
+    """
     shipper.holder = f"{os.getpid()} {secrets.token_hex(8)}".encode()
     os.ftruncate(lock, 0)
-    os.pwrite(lock, shipper.holder, 0)
+    with contextlib.suppress(OSError):
+        os.pwrite(lock, shipper.holder, 0)
 
 
 def _mine(writer: WriterSpool) -> bool:

@@ -18,7 +18,7 @@ def start(spool: Path) -> None:
     spool.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "rlk_ledger.shipper", "--spool", str(spool), "--until-idle"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RLK_DISABLE": "1", "PYTHONPATH": _import_path()}
-    log = os.open(spool / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = _log(spool)
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, log, 1),
@@ -34,6 +34,14 @@ def start(spool: Path) -> None:
         raise SpoolError(f"cannot start a shipper for {spool}: {error.strerror}.") from error
     finally:
         os.close(log)
+
+
+def _log(spool: Path) -> int:
+    """The shipper's log, or nowhere: a disk too full for a log is one more reason to ship."""
+    try:
+        return os.open(spool / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _import_path() -> str:

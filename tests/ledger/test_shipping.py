@@ -1,5 +1,6 @@
 """From spool to ledger: every event once, whatever goes wrong on the way."""
 
+import errno
 import os
 import shutil
 from collections import Counter
@@ -10,6 +11,7 @@ import pytest
 from rlk_ledger import cli, segments, service, spools
 from rlk_ledger import ledger as ledgers
 from rlk_ledger import outbox as outboxes
+from rlk_ledger import shipper as shippers
 from rlk_ledger.chain import Chain, Forked
 from rlk_ledger.contact import meet
 from rlk_ledger.ledger import Run
@@ -438,3 +440,19 @@ def test_a_ledger_removed_under_a_shipper_is_begun_anew_and_can_be_read(new_writ
     assert held(url) == expected(*later)
     result = verify(url, deep=True)
     assert {f.kind for f in result.findings} == {"seqs.missing", "writer.open"}, "what was removed is missed"
+
+
+def test_a_spool_on_a_full_disk_is_shipped_all_the_same(new_writer, spool, url, monkeypatch) -> None:
+    """Nothing can be written there, not even the mark of who ships; what is shipped makes room."""
+    writer = new_writer(dead=True)
+    records = writer.many(3)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(shippers, "_write_status", full)
+    (found,) = recover(spool)
+    assert (found.shipped, found.lost_bytes) == (3, 0)
+    assert held(url) == expected(*records)
+    assert list(spool.glob("*/*.spool")) == []
