@@ -80,7 +80,7 @@ def test_any_batch_chunking_and_paging_gives_the_same_bits(data: st.DataObject, 
     assert all(same_bits(a, b) for a, b in zip(alone, together))
 
 
-def test_slots_that_were_never_written_are_never_read() -> None:
+def test_slots_that_were_never_written_weigh_exactly_nothing() -> None:
     sequence = tensors(3, 70)
     assert same_bits(run([sequence], [[70]], Schedule(), garbage=1e30)[0], run([sequence], [[70]], Schedule())[0])
 

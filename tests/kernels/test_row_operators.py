@@ -19,6 +19,7 @@ from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
 from rlk_ledger_kernels.ops.rope.tiled import frequencies, rope, rope_table
 from rlk_ledger_kernels.ops.selected_logprob.tiled import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
+from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
 SCHEDULES = (Schedule(), *placebo_schedules(4))
@@ -43,12 +44,10 @@ def test_linear_is_batch_invariant(threads: int, schedule: Schedule, dtype: torc
 def test_linear_gives_the_same_bits_on_one_and_two_threads() -> None:
     packed = pack_linear(rows(256, 1536), LinearContract())
     x = rows(700, 1536)
-    before = torch.get_num_threads()
     results = []
     for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append(linear(x, packed))
-    torch.set_num_threads(before)
+        with using_threads(count):
+            results.append(linear(x, packed))
     assert same_bits(results[0], results[1])
 
 

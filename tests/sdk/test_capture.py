@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlk_ledger_schemas.errors import EventError
+from rlk_ledger_schemas.errors import ConfigError, EventError
 from rlk_ledger_sdk import api, record, scope
 from rlk_ledger_sdk.testing import Recorded, capture, read_spool, unaccounted
 
@@ -32,6 +32,11 @@ def test_capture_needs_no_configuration_and_writes_nothing(tmp_path, monkeypatch
 def test_a_malformed_event_raises_inside_capture():
     with capture(), pytest.raises(EventError, match="no field 'x'"):
         record("knob.applied", path="a", requested=1, status="applied", x=1)
+
+
+def test_a_misspelt_option_of_capture_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'role'"), capture(rol="rollout"):
+        pass
 
 
 def test_unaccounted_notices_holes_and_double_claims():

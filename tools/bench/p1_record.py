@@ -19,6 +19,7 @@ from typing import Any
 from opentelemetry._logs import SeverityNumber
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, InMemoryLogRecordExporter
+from timing import timer_ns, times_ns
 
 import rlk_ledger_sdk
 
@@ -28,22 +29,11 @@ RATIO_BAR = 5.0
 ROUNDS = 10
 
 
-def times_ns(call: Callable[[], Any], count: int) -> list[int]:
-    """The duration of each of `count` calls."""
-    clock = time.perf_counter_ns
-    out = []
-    for _ in range(count):
-        start = clock()
-        call()
-        out.append(clock() - start)
-    return out
-
-
-def percentiles_us(samples: list[int], timer_ns: int) -> dict[str, float]:
+def percentiles_us(samples: list[int], overhead_ns: int) -> dict[str, float]:
     """p50, p99, p99.9 in microseconds, the timer's cost subtracted."""
     ordered = sorted(samples)
     at = {"p50": 0.50, "p99": 0.99, "p99.9": 0.999}
-    return {name: max(ordered[int(len(ordered) * q)] - timer_ns, 0) / 1000 for name, q in at.items()}
+    return {name: max(ordered[int(len(ordered) * q)] - overhead_ns, 0) / 1000 for name, q in at.items()}
 
 
 def otel_emitter() -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -74,7 +64,7 @@ def measure(events: int) -> dict[str, dict[str, float]]:
             rlk_ledger_sdk.record("knob.applied", path="engine.max_batch", requested=8, status="applied", step=3)
 
         theirs, shutdown = otel_emitter()
-        timer = sorted(times_ns(lambda: None, 20000))[10000]
+        timer = timer_ns()
         samples: dict[str, list[int]] = {"rlk_ledger record()": [], "OpenTelemetry emit()": []}
         for call in (ours, theirs):
             times_ns(call, 1000)

@@ -12,13 +12,13 @@ import io
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from timing import timer_ns, times_ns
 
 import rlk_ledger_sdk
 
@@ -30,17 +30,6 @@ BARS_US = {
     "sample, lists": (None, 80.0),
 }
 """(bar of this step, final bar) for p50 in microseconds."""
-
-
-def times_ns(call: Callable[[], Any], count: int) -> list[int]:
-    """The duration of each of `count` calls."""
-    clock = time.perf_counter_ns
-    out = []
-    for _ in range(count):
-        start = clock()
-        call()
-        out.append(clock() - start)
-    return out
 
 
 def made() -> dict[str, dict[str, Any]]:
@@ -90,7 +79,7 @@ def measure(events: int) -> dict[str, float]:
             f"{where}/ledger", spool=f"{where}/spool", shipper="off", on_error="warn", budget_bytes=16 << 30
         )
         calls = rows()
-        timer = sorted(times_ns(lambda: None, 20000))[10000]
+        timer = timer_ns()
         samples: dict[str, list[int]] = {name: [] for name in calls}
         for call in calls.values():
             times_ns(call, 100)
