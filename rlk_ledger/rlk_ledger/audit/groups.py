@@ -37,7 +37,9 @@ def detect(view: View) -> Iterable[Finding]:
 
 def _all_equal(samples: list[Sample]) -> bool:
     """Whether several samples (attempts of one sample are a repetition on purpose) hold the same tokens."""
-    return len({s.sample_id for s in samples}) > 1 and len({s.token_digest for s in samples}) == 1
+    texts = {s.token_digest or s.response_token_ids.tobytes() for s in samples}
+    known = texts.isdisjoint(("", b""))  # under redaction a sample may show neither
+    return known and len(texts) == 1 and len({s.sample_id for s in samples}) > 1
 
 
 def _improbable(view: View, samples: list[Sample]) -> bool:
