@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlk_ledger_schemas.fingerprints import contract_id, mask_digest, token_digest
     from rlk_ledger_sdk.api import close, current, flush, init, record
     from rlk_ledger_sdk.scope import scope
+    from rlk_ledger_sdk.weights import state_digest
 
 __all__ = [
     "close",
@@ -30,6 +31,7 @@ __all__ = [
     "open",
     "record",
     "scope",
+    "state_digest",
     "token_digest",
 ]
 
@@ -41,6 +43,7 @@ _PLACES: dict[str, tuple[str, str | None]] = {
     "close": ("rlk_ledger_sdk.api", "close"),
     "current": ("rlk_ledger_sdk.api", "current"),
     "scope": ("rlk_ledger_sdk.scope", "scope"),
+    "state_digest": ("rlk_ledger_sdk.weights", "state_digest"),
     "contract_id": ("rlk_ledger_schemas.fingerprints", "contract_id"),
     "token_digest": ("rlk_ledger_schemas.fingerprints", "token_digest"),
     "mask_digest": ("rlk_ledger_schemas.fingerprints", "mask_digest"),
