@@ -100,10 +100,14 @@ def _checks(tokens: Tokens, reference: References, scores: Scores, versions: Seq
 
 
 def _equal_fraction(tokens: Tokens, measured: Floors) -> float:
-    """The share of bitwise equal tokens; 0 where the others drift beyond the floor: equality must not hide them."""
-    if measured.multiple_drift is not None and measured.multiple_drift.high > FLOOR_MULTIPLE:
+    """The share of bitwise equal tokens; 0 where the others drift beyond the floor, or no floor says that they do not.
+
+    Equality of most tokens must not hide the rest.
+    """
+    equal = float((tokens.rollout_N.view(np.uint32) == tokens.training_N.view(np.uint32)).mean())
+    if equal < 1.0 and (measured.multiple_drift is None or measured.multiple_drift.high > FLOOR_MULTIPLE):
         return 0.0
-    return float((tokens.rollout_N.view(np.uint32) == tokens.training_N.view(np.uint32)).mean())
+    return equal
 
 
 def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed: bool = False) -> Judgement:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rlk_ledger.audit import AuditResult, audit
-from rlk_ledger.audit.backends import determinism
+from rlk_ledger.audit.backends import deterministic_sides
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import make_view
 from rlk_ledger.history import History, load_history
@@ -155,8 +155,8 @@ def _judge(
     except (KernelError, CheckpointError, RuntimeError, MemoryError) as error:
         return unscored(prepared, f"{type(error).__name__}: {error}", failed=True), None
     progress.stage("judge")
-    proof = {history.role(one["writer"]) for one in determinism(make_view(history, pairing))}
-    return judge(prepared, scores, pairing.versions, arms=arms, determinism=proof.issuperset(SIDES)), scores
+    both = set(deterministic_sides(make_view(history, pairing))) == set(SIDES)
+    return judge(prepared, scores, pairing.versions, arms=arms, determinism=both), scores
 
 
 __all__ = ["AuditResult", "Finding", "Progress", "ReplayResult", "Request", "Silent", "replay"]

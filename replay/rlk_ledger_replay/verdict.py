@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlk_ledger.audit.finding import AuditResult, Finding, ordered
 from rlk_ledger_replay.decision import Decision, Verdict
-from rlk_ledger_schemas.findings import exit_code
+from rlk_ledger_schemas.findings import Exit, exit_code
 
 
 def combine(
@@ -15,8 +15,8 @@ def combine(
     """(findings, verdict, exit code): what the record alone shows first, then what replay measured.
 
     The audit's verdict stands where it holds an error; otherwise an error of the replay fails the run, a gap of
-    either leaves it inconclusive, and only then does the decision's own verdict count. A finding both raise about
-    one thing is kept once, the audit's.
+    either or an inconclusive audit leaves it inconclusive, and only then does the decision's own verdict count. A
+    finding both raise about one thing is kept once, the audit's.
     """
     merged = ordered([*audit.findings, *(one for one in findings if not _raised(audit.findings, one))])
     code = int(exit_code(one.severity for one in merged))
@@ -27,8 +27,8 @@ def combine(
         return merged, decision.verdict, code
     if "error" in severities:
         return merged, "inconclusive" if decision.decision == "reference_itself_is_broken" else "fail", code
-    if "gap" in severities:
-        return merged, "inconclusive", code
+    if "gap" in severities or audit.verdict == "inconclusive":
+        return merged, "inconclusive", code or int(Exit.GAP)
     return merged, decision.verdict, code
 
 

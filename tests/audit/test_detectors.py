@@ -8,6 +8,7 @@ import pytest
 
 from rlk_ledger.audit import audit
 from rlk_ledger.history import History
+from rlk_ledger.pairs import SIDES
 
 N = 24
 BODY = {"mode": "processed", "temperature": 1.0, "top_p": 1.0, "head_dtype": "float32", "alignment": "before"}
@@ -254,13 +255,14 @@ def test_an_empty_run_is_a_gap() -> None:
 
 
 def test_bitwise_equal_sides_pass_only_with_determinism_read_back(made: ModuleType) -> None:
-    for evidence, verdict, code in ((None, "inconclusive", 3), ("kernel read back: num_splits=1", "pass", 0)):
-        result = _equal(made, evidence).audit()
+    """Both sides: that one is deterministic does not show that the other was computed at all."""
+    for sides, verdict, code in (((), "inconclusive", 3), (("rollout",), "inconclusive", 3), (SIDES, "pass", 0)):
+        result = _equal(made, sides).audit()
         assert {f.finding_id for f in result.findings} == {"drift.zero"}
         assert (result.verdict, result.exit_code) == (verdict, code)
 
 
-def _equal(made: ModuleType, evidence: str | None) -> Small:
+def _equal(made: ModuleType, deterministic: tuple[str, ...]) -> Small:
     class Equal(Small):
         def _sample(self, sample_id: str, ids: dict[str, str]) -> None:
             before = len(self.log.rows)
@@ -269,7 +271,7 @@ def _equal(made: ModuleType, evidence: str | None) -> Small:
             rows[1][3]["values"] = rows[0][3]["values"]
 
     run = Equal(made)
-    if evidence is not None:
-        knob = {"requested": True, "actual": True, "status": "applied", "evidence": evidence}
-        run.add("rollout", "knob.applied", path="rollout.batch_invariant", **knob)
+    for side in deterministic:
+        knob = {"requested": True, "actual": True, "status": "applied", "evidence": "read back: num_splits=1"}
+        run.add(side, "knob.applied", path=f"{side}.batch_invariant", **knob)
     return run

@@ -178,3 +178,12 @@ def test_percentiles_are_exact_beyond_two_to_the_24_tokens() -> None:
     at = 0.999 * (n - 1)
     low, high = float(size[math.floor(at)]), float(size[math.ceil(at)])
     assert got["abs_dlogp_p999"] == pytest.approx(low + (high - low) * (at % 1), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("d", "clipped"), [(0.18, 0.0), (0.185, 1.0), (-0.185, 0.0), (-0.22, 0.0), (-0.226, 1.0), (0.0, 0.0)]
+)
+def test_the_clip_band_is_one_of_ratios_and_so_lopsided_in_log_space(d: float, clipped: float) -> None:
+    """Ratios 0.8 and 1.2 stand at -0.223 and +0.182."""
+    r = np.full(3, -2.0, np.float32)
+    assert measure(r, (r + np.float32(d)).astype(np.float32)).values["clip_fraction"] == clipped

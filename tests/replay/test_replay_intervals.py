@@ -47,6 +47,16 @@ def test_mean_equals_the_literal_resampling_of_tokens() -> None:
         assert mean == pytest.approx(tokens.mean())
 
 
+def test_an_interval_is_taken_at_the_expanded_percentiles_and_so_wider_than_the_plain_one() -> None:
+    draws = draw(np.arange(6), 0)
+    drawn = np.linspace(0.0, 1.0, 2000)
+    tail = expanded_tail(6)
+    bounds = draws.interval(0.5, drawn)
+    assert (bounds.low, bounds.high) == pytest.approx((tail, 1 - tail), abs=1e-3)
+    assert bounds.low < 0.01
+    assert draws.interval(0.5, np.append(drawn, math.nan)) == Interval(0.5, -math.inf, math.inf)
+
+
 def test_one_cluster_bounds_nothing() -> None:
     draws = draw(np.zeros(100, dtype=np.int64), 0)
     value, in_draws = draws.mean(np.random.default_rng(0).normal(size=100))

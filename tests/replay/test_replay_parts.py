@@ -20,6 +20,7 @@ from rlk_ledger.ledger import Ledger
 from rlk_ledger.pairs import PairedSample, pair
 from rlk_ledger_kernels.registry import Decision as OperatorDecision
 from rlk_ledger_replay import gates
+from rlk_ledger_replay.arms import References, arm_counts, score_arms
 from rlk_ledger_replay.checkpoint import CheckpointError
 from rlk_ledger_replay.decision import Decision
 from rlk_ledger_replay.numerics import Numerics
@@ -57,6 +58,9 @@ def test_a_head_that_is_not_declared_follows_the_compute_dtype() -> None:
     assert side.imitation is not None
     assert (side.imitation.lm_head, side.imitation.logits) == ("bfloat16", "bfloat16")
     assert side.reference.logprob_mode == "raw"
+    float32_head = declared("rollout", {"mode": "raw", "compute_dtype": "bfloat16", "head_dtype": "float32"})
+    assert float32_head.imitation is not None
+    assert (float32_head.imitation.lm_head, float32_head.imitation.logits) == ("float32", "float32")
 
 
 def test_a_setting_read_back_from_the_engine_stands_in_for_a_contract_and_is_named() -> None:
@@ -271,6 +275,37 @@ def test_a_shift_is_found_with_its_sign(lag: int, seed: int) -> None:
     assert gate.evidence.get("lag", 0) == lag
 
 
+def test_a_shift_is_looked_for_between_neighbours_of_one_sample_only() -> None:
+    """Responses of two tokens with a masked one between them have no neighbours: nothing can be shifted."""
+    rng = np.random.default_rng(1)
+    reference = -rng.exponential(1.0, 400).astype(np.float32)
+    recorded = np.roll(reference, -1)
+    pair_N, position_N = np.arange(400) // 2, np.tile([0, 9], 200)
+    alone = Tokens(pair_N, position_N, pair_N * 0, pair_N, recorded, recorded)
+    assert gates.alignment("rollout", recorded, reference, alone).status == "passed"
+    ends = Tokens(np.arange(400), np.arange(400), pair_N * 0, pair_N, recorded, recorded)
+    assert gates.alignment("rollout", recorded, reference, ends).status == "passed"
+
+
+def test_nothing_scored_is_not_measured_unchanged() -> None:
+    assert gates.read_only({}, []).status == "unknown"
+    assert gates.read_only({0: True}, ["v0"]).status == "passed"
+    assert gates.read_only({0: True, 1: False}, ["v0", "v1"]).status == "failed"
+
+
+def test_arms_count_tokens_clipped_on_either_side_and_their_groups() -> None:
+    rollout = np.full(6, -2.0, np.float32)
+    training = rollout + np.array([0.5, -0.5, 0.0, 0.5, 0.1, -0.2], np.float32)
+    group = np.array([0, 1, 1, 2, 3, 3])
+    tokens = Tokens(np.arange(6), np.zeros(6, np.int64), group * 0, group, rollout, training)
+    arms = score_arms(tokens, References(rollout, training, training))
+    counts = arm_counts(arms, tokens)
+    assert counts is not None
+    assert (counts.clipped, counts.groups) == (3, 3)
+    assert (counts.both_native, counts.training_reference_only) == (0.5, 0.0)
+    assert arm_counts(arms[:2], tokens) is None
+
+
 def test_noise_is_no_shift() -> None:
     rng = np.random.default_rng(0)
     reference = -rng.exponential(1.0, 500).astype(np.float32)
@@ -310,6 +345,7 @@ FAIL = Decision("caused_by_training_side", "fail", "", "training")
         (audited("weights.not_loaded", verdict="fail"), "drift.attributed", FAIL, "fail", 1),
         (audited(), "noise.clip_below_floor", PASS, "fail", 1),
         (audited(), "evidence.incomplete", PASS, "inconclusive", 3),
+        (audited("drift.zero", verdict="inconclusive"), "drift.within_floor", PASS, "inconclusive", 3),
     ],
 )
 def test_a_replay_never_clears_what_the_record_shows(

@@ -6,6 +6,7 @@ from typing import Any
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
 from rlk_ledger.history import Fact
+from rlk_ledger.pairs import SIDES
 
 _FAILED = ("fallback", "unsupported", "error")
 _ANY_BACKEND = ("auto", "default", "native", "any")
@@ -80,3 +81,9 @@ def determinism(view: View) -> list[dict[str, Any]]:
         and f.fields["requested"] not in (False, None, "off", "0", 0)
         and f.fields.get("evidence")
     ]
+
+
+def deterministic_sides(view: View) -> tuple[str, ...]:
+    """The sides that recorded such evidence: bitwise equality is expected only where both did."""
+    roles = {view.history.role(one["writer"]) for one in determinism(view)}
+    return tuple(side for side in SIDES if side in roles)

@@ -71,5 +71,6 @@ def _zero(view: View) -> Iterable[Finding]:
     equal = view.pairing.equal_fraction
     if equal is None or equal < ZERO_DRIFT_FRACTION:
         return
-    evidence = {"equal_fraction": equal, "determinism": backends.determinism(view)}
+    evidence: dict[str, Any] = {"equal_fraction": equal, "determinism": backends.determinism(view)}
+    evidence["deterministic_sides"] = list(backends.deterministic_sides(view))
     yield Finding("drift.zero", {"tokens": len(view.tokens), "equal_fraction": equal}, evidence)

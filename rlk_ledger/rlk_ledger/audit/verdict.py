@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from rlk_ledger.audit import contracts
 from rlk_ledger.audit.finding import Finding
+from rlk_ledger.pairs import SIDES
 from rlk_ledger_schemas.findings import Exit, Verdict, exit_code
 
 _NOT_COMPARABLE = frozenset({"tokens.differ", "mask.differs", "alignment.shift", "samples.ambiguous"})
@@ -33,11 +34,12 @@ def decide(findings: Iterable[Finding], compared: int) -> tuple[Verdict, int, st
         reason = "no token was scored by both sides under one weight version, so nothing was compared"
         return "inconclusive", Exit.GAP, "nothing_compared", reason
     zero = next((f for f in rows if f.finding_id == "drift.zero"), None)
-    if zero is not None and not zero.evidence["determinism"]:
-        reason = "both sides are bitwise equal, and nothing on record shows that they were computed apart"
-        return "inconclusive", Exit.GAP, "drift.zero", reason
     if zero is not None:
-        return "pass", code, "drift.zero", "both sides are bitwise equal, with determinism read back on record"
+        equal = f"{zero.evidence['equal_fraction']:.2%} of the tokens are bitwise equal"
+        if set(zero.evidence["deterministic_sides"]) < set(SIDES):
+            reason = f"{equal}, and the record does not show that both sides are deterministic: one may be a copy"
+            return "inconclusive", Exit.GAP, "drift.zero", reason
+        return "pass", code, "drift.zero", f"{equal}, with determinism of both sides read back on record"
     return "pass", code, "record", "the record shows no error and no gap; how large drift may be was not judged"
 
 
