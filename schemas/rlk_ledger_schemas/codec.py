@@ -73,7 +73,7 @@ def decode_envelope(envelope: bytes) -> dict[str, Any]:
     """The envelope as a dict, unknown fields kept; raises FormatError."""
     try:
         fields = _decode(envelope)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FormatError(f"envelope of {len(envelope)} bytes is not msgpack ({error}).") from None
     if type(fields) is not dict or type(fields.get("type")) is not str:
         raise FormatError("envelope is not a map with a `type`.")

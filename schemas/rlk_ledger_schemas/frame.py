@@ -68,7 +68,7 @@ def decode_header(data: bytes | memoryview) -> tuple[SpoolHeader, int]:
         raise FormatError("the spool header is damaged (its checksum does not match).")
     try:
         return msgspec.json.decode(body, type=SpoolHeader), size
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"the spool header does not decode ({error}).") from None
 
 

@@ -1,4 +1,4 @@
-"""The RFC 6962 tree hash over leaves that are already hashed, and inclusion and consistency proofs."""
+"""The RFC 6962 tree hash over leaves that are already hashed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,11 +7,6 @@ from collections.abc import Sequence
 def node(left: bytes, right: bytes) -> bytes:
     """SHA-256(0x01 | left | right)."""
     return hashlib.sha256(b"\1" + left + right).digest()
-
-
-def leaf(data: bytes) -> bytes:
-    """SHA-256(0x00 | data)."""
-    return hashlib.sha256(b"\0" + data).digest()
 
 
 def root(leaves: Sequence[bytes]) -> bytes:

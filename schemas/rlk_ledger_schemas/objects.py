@@ -155,7 +155,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data)
         canonical = canonical_json(fields)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(f"{where}: {len(data)} bytes that are not RFC 8785 JSON ({error}).") from None
     if type(fields) is not dict or canonical != data:
         raise FormatError(f"{where}: not the canonical JSON object the writer made; it was changed or cut.")

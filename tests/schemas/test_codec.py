@@ -4,7 +4,7 @@ import hashlib
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlk_ledger_schemas import codec, frame
@@ -119,3 +119,24 @@ def test_a_damaged_header_is_refused(at: int) -> None:
 def test_what_recovery_leaves_is_counted_to_the_last_written_byte() -> None:
     assert frame.unwritten(b"abc\0\0x\0\0\0", 3) == 3
     assert frame.unwritten(b"abc\0\0\0", 3) == 0
+
+
+@given(st.binary(max_size=60))
+@example(b"\x82\xa4type\xa1x\xa1a" + b"\x91" * 100_000 + b"\xc0")
+@example(b"\x82\xa4type\xa1x\x81\xa1a\xa1b\xc0")
+@example(b"\x81\xa4type\x01")
+@example(b"\xc0")
+def test_any_bytes_are_an_envelope_or_a_format_error(data: bytes) -> None:
+    try:
+        fields = codec.decode_envelope(data)
+    except FormatError:
+        return
+    assert isinstance(fields["type"], str)
+
+
+def test_a_header_nested_too_deep_is_a_format_error() -> None:
+    body = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    size = -(-(20 + len(body)) // 64) * 64
+    head = struct.pack("<8sHHII", frame.MAGIC, frame.FORMAT, 0, size, frame.extend(0, body))
+    with pytest.raises(FormatError, match="does not decode"):
+        frame.decode_header((head + body).ljust(size, b"\0"))
