@@ -7,7 +7,6 @@ every digest of tokens by a keyed digest of that digest: equal stays equal, and 
 
 import hashlib
 import struct
-from array import array
 from typing import Any
 
 import msgspec
@@ -15,9 +14,10 @@ import msgspec
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.errors import ConfigError
 from rlk_ledger_schemas.events import REGISTRY
+from rlk_ledger_schemas.fingerprints import MASK64
 
 MODES = ("none", "hash", "drop")
-_PLACE = struct.Struct("<Qq")
+_PLACE = struct.Struct("<QQ")  # the bytes of "<Qq", and of 64-bit ids as well
 _SUPPORT = ("support", "support_offsets")
 _DIGESTS = ("token_digest",)
 
@@ -28,6 +28,9 @@ class Redaction(msgspec.Struct, frozen=True):
     mode: str
     key: bytes = b""
     key_id: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Redaction({self.mode!r}, key_id={self.key_id!r})"
 
     @classmethod
     def load(cls, mode: str, key: str | None) -> "Redaction":
@@ -68,10 +71,8 @@ class Redaction(msgspec.Struct, frozen=True):
     def _tokens(self, values: Array, start: int) -> Array:
         keyed = hashlib.blake2b(key=self.key, digest_size=8)
         out = bytearray()
-        items = array("i")
-        items.frombytes(values.data)
-        for position, token in enumerate(items, start):
+        for position, token in enumerate(values.tolist(), start):
             hasher = keyed.copy()
-            hasher.update(_PLACE.pack(position, token))
+            hasher.update(_PLACE.pack(position, token & MASK64))
             out += hasher.digest()
         return Array("uint64", bytes(out))

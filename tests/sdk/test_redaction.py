@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from rlk_ledger_schemas import fingerprints
+from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_sdk import record
 from rlk_ledger_sdk.testing import read_spool
 
@@ -86,6 +87,23 @@ def test_equal_tokens_of_both_sides_stay_equal_and_repeated_ones_are_hidden(open
     assert one.fields["token_digest"] == two.fields["token_digest"]
     assert one.arrays["response_token_ids"][0] != one.arrays["response_token_ids"][2]
     assert late.arrays["token_ids"][:2] == one.arrays["response_token_ids"][1:]
+
+
+def test_ids_of_64_bits_are_hashed_one_by_one(opened, monkeypatch):
+    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    recorder = opened(redaction="hash")
+    wide = Array("uint64", struct.pack("<3Q", *SECRET_TOKENS[:2], 2**64 - 1))
+    record("rollout.sample", sample_id="s", response_token_ids=SECRET_TOKENS, loss_mask=[1, 1, 1])
+    record("rollout.sample", sample_id="s", response_token_ids=wide, loss_mask=[1, 1, 1])
+    narrow, hashed = (event.arrays["response_token_ids"] for event in stored(recorder))
+    assert len(hashed) == 3
+    assert hashed[:2] == narrow[:2]
+
+
+def test_a_redaction_never_shows_its_key(opened, monkeypatch):
+    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    config = opened(redaction="hash").config
+    assert repr(config.redaction.key) not in repr(config)
 
 
 def test_another_key_gives_other_hashes(opened, monkeypatch):
