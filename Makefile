@@ -47,4 +47,4 @@ bench: $(STAMP)
 	@for script in tools/bench/p*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) demo out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
