@@ -52,6 +52,10 @@ class PairedSample:
     held: list[Series]
     origin: npt.NDArray[np.int16]
 
+    def source_of(self, position: int) -> Series:
+        """The training series the value at a response position came from."""
+        return self.held[int(self.origin[position])]
+
     @property
     def compared(self) -> npt.NDArray[np.bool_]:
         """Positions (bool[n]) that enter drift: paired, active and finite on both sides."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlk_ledger.classes import MISSING
 from rlk_ledger.history import History, Sample, Score
 
 
@@ -222,7 +223,11 @@ def _join_sequence(series: Series, sample: Sample, ordered: list[tuple[dict[str,
 
 
 def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:
-    """Vocabulary shards: from their partials when all ranks recorded them, else the values every rank repeats."""
+    """Vocabulary shards: from their partials when all ranks recorded them, else the values every rank repeats.
+
+    Partials that cannot be merged - the token ids are redacted, so that no rank is known to own a target, the ranks'
+    ranges are no partition of the vocabulary, or they scored different lengths - leave the values missing.
+    """
     first = ordered[0][1]
     where = slice(first.start, min(first.start + len(first.values), len(sample)))
     _fill(series, sample, first, where)
@@ -230,8 +235,27 @@ def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, An
         _note(series, sample, score)
         if len(score.values) == len(first.values):
             _compare(sample, series, score, where, out)
-    if all({"max", "sum_exp", "target_logit"} <= score.partials.keys() for _, score in ordered):
+    partials = [score.partials for _, score in ordered]
+    if not all({"max", "sum_exp", "target_logit"} <= held.keys() for held in partials):
+        return
+    lengths = {len(array) for held in partials for array in held.values()}
+    if _owned(sample, where, ordered) and lengths == {len(first.values)}:
         series.values[where] = _merge_partials(sample, ordered, where)[: where.stop - where.start]
+    else:
+        series.values[where], series.recorded[where] = np.nan, MISSING
+
+
+def _owned(sample: Sample, where: slice, ordered: list[tuple[dict[str, Any], Score]]) -> bool:
+    """Whether every scored token id is known and lies in exactly one rank's part of the vocabulary."""
+    ids = sample.response_token_ids
+    if ids.dtype != np.int32 or len(ids) != len(sample):
+        return False
+    edge = 0
+    for start, end in sorted(tuple(span) for shard, _ in ordered for span in shard["ranges"]):
+        if start != edge:
+            return False
+        edge = end
+    return bool((ids[where] < edge).all())
 
 
 def _merge_partials(

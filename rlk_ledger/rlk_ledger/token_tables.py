@@ -228,20 +228,21 @@ def drift_table(histories: Iterable[History]) -> pa.Table:
         pairing = pair(history)
         for p in pairing.pairs:
             at = np.flatnonzero(p.compared)
-            for version in np.unique(p.version[at]).tolist():
-                _drift_block(out, pairing, p, at[p.version[at] == version], version)
+            for version, origin in sorted(set(zip(p.version[at].tolist(), p.origin[at].tolist()))):
+                rows = at[(p.version[at] == version) & (p.origin[at] == origin)]
+                _drift_block(out, pairing, p, rows, version)
     return out.table()
 
 
 def _drift_block(out: _Columns, pairing: Pairing, p: PairedSample, at: npt.NDArray[np.int64], version: int) -> None:
     sample, writers = p.sample, pairing.history.writers
-    rollout, training = p.rollout_series.first, p.training_series.first
+    rollout, training = p.rollout_series.first, p.source_of(at[0]).first
     d = p.training[at].astype(np.float64) - p.rollout[at]
     values = _keys(pairing.history, sample, at) | {
         "engine": sample.engine,
         "weight_version": pairing.versions[version] if version >= 0 else None,
-        "pass_id": p.pass_id,
-        "layout_id": p.layout_id,
+        "pass_id": training.pass_id,
+        "layout_id": training.layout_id,
         "rollout": p.rollout[at],
         "training": p.training[at],
         "dlogp": d,

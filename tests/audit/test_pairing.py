@@ -9,6 +9,7 @@ import pytest
 from rlk_ledger.audit import audit
 from rlk_ledger.history import History
 from rlk_ledger.pairs import Pairing, pair
+from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.fingerprints import mask_digest, token_digest
 
 N = 12
@@ -189,23 +190,69 @@ def test_a_missing_shard_pairs_nothing_and_is_named(run: Run) -> None:
     assert run.findings() == {"evidence.shards_missing": {"source": "training", "missing_ranks": [1]}}
 
 
-def test_vocabulary_shards_merge_to_the_log_softmax(run: Run) -> None:
+def vocabulary(run: Run, parts: Any = ((0, 6), (6, 32)), short: int = 0, **fields: Any) -> Any:
+    """Records partials of random logits over 32 ids, a rank a part; returns the exact log-probabilities."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 4, (N, 32))
-    exact = logits[np.arange(N), TOKENS] - np.log(np.exp(logits).sum(axis=1))
-    run.sample()
+    run.sample(**fields)
     run.rollout()
-    for rank, (a, b) in enumerate(((0, 6), (6, 32))):
-        part = logits[:, a:b]
-        inside = (a <= TOKENS) & (b > TOKENS)
+    for rank, (a, b) in enumerate(parts):
+        part = logits[: N - short * rank, a:b]
+        inside = ((a <= TOKENS) & (b > TOKENS))[: len(part)]
         partials = {
             "max": part.max(axis=1),
             "sum_exp": np.exp(part - part.max(axis=1, keepdims=True)).sum(axis=1),
-            "target_logit": np.where(inside, logits[np.arange(N), TOKENS], 0.0),
+            "target_logit": np.where(inside, logits[np.arange(N), TOKENS][: len(part)], 0.0),
         }
-        shard = {"axis": "vocab", "rank": rank, "world_size": 2, "ranges": [[a, b]]}
-        run.training(np.zeros(N), shard=shard, partials=partials)
+        shard = {"axis": "vocab", "rank": rank, "world_size": len(parts), "ranges": [[a, b]]}
+        run.training(np.zeros(len(part)), shard=shard, partials=partials)
+    return logits[np.arange(N), TOKENS] - np.log(np.exp(logits).sum(axis=1))
+
+
+@pytest.mark.parametrize("parts", [((0, 6), (6, 32)), ((16, 32), (0, 7), (7, 16))])
+def test_vocabulary_shards_merge_to_the_log_softmax(run: Run, parts: Any) -> None:
+    exact = vocabulary(run, parts)
     assert run.paired().pairs[0].training == pytest.approx(exact, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parts": ((0, 8), (6, 32))},
+        {"parts": ((0, 6), (8, 32))},
+        {"parts": ((0, 4), (4, 9))},
+        {"short": 1},
+    ],
+)
+def test_partials_that_cannot_be_merged_are_missing_and_never_guessed(run: Run, fields: dict[str, Any]) -> None:
+    """Overlap, hole, ids no rank owns, ranks of different lengths."""
+    vocabulary(run, **fields)
+    assert run.findings()["values.missing"]["count"] == N
+    assert audit(History.from_events(run.log.rows)).verdict != "pass"
+
+
+@pytest.mark.parametrize("redacted", [Array("uint64", np.arange(N, dtype="<u8").tobytes()), None])
+def test_partials_of_redacted_tokens_are_missing(run: Run, redacted: Array | None) -> None:
+    vocabulary(run)
+    arrays = next(arrays for _, _, fields, arrays in run.log.rows if fields["type"] == "rollout.sample")
+    del arrays["response_token_ids"]
+    if redacted is not None:
+        arrays["response_token_ids"] = redacted
+    assert run.findings()["values.missing"]["count"] == N
+
+
+@pytest.mark.parametrize(("group", "finding"), [("tp", "replicas.differ"), ("dp", None)])
+def test_only_tensor_parallel_ranks_are_replicas(run: Run, group: str, finding: str | None) -> None:
+    """Another data-parallel rank that scores a sample again makes another pass of it."""
+    for rank in (0, 1):
+        place = {group: {"rank": rank, "size": 2}}
+        run.log.add(f"t{rank}", "writer.opened", role="training", rank=rank, world_size=2, parallel=place)
+    run.sample()
+    run.rollout()
+    for rank in (0, 1):
+        run.score(f"t{rank}", "training", T - np.float32(rank), "s", weight_version="v1")
+    assert ("replicas.differ" in run.findings()) == (finding is not None)
+    assert len(run.paired().passes) == (0 if finding else 1)
 
 
 def test_values_streamed_in_parts_are_one_series(run: Run) -> None:
@@ -227,6 +274,15 @@ def test_a_side_that_never_scored_is_unobserved(run: Run) -> None:
     run.sample()
     run.rollout()
     assert run.findings()["coverage.unobserved"] == {"source": "training", "tokens": N, "sample_id": "s"}
+
+
+def test_scores_that_fit_two_attempts_belong_to_neither(run: Run) -> None:
+    for attempt in (0, 1):
+        run.sample(attempt=attempt)
+        run.rollout(attempt=attempt)
+    run.training(token_digest=token_digest(TOKENS))
+    assert not run.paired().pairs
+    assert run.findings()["evidence.incomplete"] == {"field": "sample_id", "sample_id": "s", "source": "training"}
 
 
 def test_samples_dropped_on_record_owe_no_training_values(run: Run) -> None:

@@ -10,7 +10,7 @@ from rlk_ledger import drift
 from rlk_ledger.audit import audit, make_view, summarise
 from rlk_ledger.history import History
 from rlk_ledger.pairs import pair
-from rlk_ledger.token_tables import tokens_table
+from rlk_ledger.token_tables import drift_table, tokens_table
 from rlk_ledger_schemas.fingerprints import sha256
 
 BODY = {"mode": "processed", "temperature": 1.0, "alignment": "token_i_given_before_i"}
@@ -215,6 +215,19 @@ def test_every_row_of_tokens_holds_the_values_and_version_of_its_own_pass(case: 
     assert [row["dlogp"] for row in compared] == d[12:].tolist()
     versions = [row["weight_version"] for row in rows if row["source"] == "rollout"]
     assert versions == ["v1"] * 12 + ["v2"] * 18
+
+
+def test_a_place_names_the_pass_a_value_came_from(case: Case) -> None:
+    case.publish("v1", 1)
+    rollout, training = case.values()
+    case.sample("s", spans=[("v0", 0, 12), ("v1", 12, N)])
+    case.score("rollout", "s", rollout, None)
+    case.score("training", "s", training, "v0", pass_id="a", layout_id="A")
+    case.score("training", "s", training, "v1", pass_id="b", layout_id="B")
+    rows = drift_table([case.history()]).to_pylist()
+    assert [(row["pass_id"], row["layout_id"]) for row in rows] == [("a", "A")] * 12 + [("b", "B")] * 18
+    view = make_view(case.history())
+    assert [view.place(0, position)["pass_id"] for position in (11, 12)] == ["a", "b"]
 
 
 def test_recorded_classes_belong_to_the_pass_a_position_was_taken_from(case: Case) -> None:

@@ -92,3 +92,20 @@ def test_measurements_that_differ_everywhere_stay_finite(values: list[float], se
     got = cross(r.tolist(), t.tolist())
     assert not got.rollout.any()
     assert not got.training.any()
+
+
+def test_a_sample_whose_sides_often_agree_is_not_copied() -> None:
+    """Samples differ in noise: runs of equal bits in a quiet one are what its own rate makes likely."""
+    rng = np.random.default_rng(3)
+    n, samples = 60, 20
+    rollout = (-rng.gamma(1.5, 1.0, n * samples) - 0.1).astype(np.float32)
+    training = np.nextafter(rollout, np.float32(-9))
+    quiet = np.arange(n)[rng.random(n) < 0.85]
+    training[quiet] = rollout[quiet]
+    owner = np.repeat(np.arange(samples), n)
+    finite, active = np.zeros(n * samples, np.uint8), np.ones(n * samples, np.bool_)
+    got = c.cross_classes(rollout, training, finite, finite, active, owner)
+    assert got.copied_runs == ()
+    training[:n] = rollout[:n]
+    got = c.cross_classes(rollout, training, finite, finite, active, owner)
+    assert got.copied_runs == ((0, n),)

@@ -81,7 +81,7 @@ def _join(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
 
 def place(pairing: Pairing, pair_: PairedSample, position: int) -> dict[str, Any]:
     """Everything that locates one token of a paired sample."""
-    sample, score = pair_.sample, pair_.training_series.first
+    sample, score = pair_.sample, pair_.source_of(position).first
     version, rank = int(pair_.version[position]), int(pair_.rank[position])
     tokens = sample.response_token_ids
     writers = pairing.history.writers
@@ -99,6 +99,6 @@ def place(pairing: Pairing, pair_: PairedSample, position: int) -> dict[str, Any
         "weight_version": pairing.versions[version] if version >= 0 else None,
         "rollout_contract": pair_.rollout_series.first.contract_id,
         "training_contract": score.contract_id,
-        "pass_id": pair_.pass_id,
-        "layout_id": pair_.layout_id,
+        "pass_id": score.pass_id,
+        "layout_id": score.layout_id,
     }
