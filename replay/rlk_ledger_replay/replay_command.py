@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--run-id", required=True, help="The run to replay.")
+@click.argument("run", required=False)
+@click.option("--run-id", help="The run to replay, when it is not given as RUN.")
 @terminal.ledger_option
 @click.option("--where", help='SQL condition over the `samples` view, such as "step = 3".')
 @click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="How many samples to score.")
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 @click.pass_context
 def replay(
     ctx: click.Context,
-    run_id: str,
+    run: str | None,
+    run_id: str | None,
     url: str | None,
     where: str | None,
     samples: int,
@@ -70,17 +72,26 @@ def replay(
     from rlk_ledger_replay import screen
     from rlk_ledger_replay.run import replay as run_replay
 
+    chosen = _chosen(run, run_id)
     wanted = parse_arms(arms)
     ledger = terminal.open_url(url)
     request = _request(samples, seed, method, weights, schedules, threads)
     bar = None if as_json else screen.Bar()
     with bar or nullcontext():
-        result = run_replay(ledger, run_id, where=where, request=request, arms=wanted, progress=bar, keep=not no_record)
+        result = run_replay(ledger, chosen, where=where, request=request, arms=wanted, progress=bar, keep=not no_record)
     if as_json:
         terminal.echo_json(result.to_dict())
     else:
         screen.show(result, ledger.url, terminal.console())
     ctx.exit(result.exit_code)
+
+
+def _chosen(run: str | None, run_id: str | None) -> str:
+    """The one run named as RUN or as --run-id; raises click.UsageError for none and for two different ones."""
+    named = {name for name in (run, run_id) if name}
+    if len(named) != 1:
+        raise click.UsageError("which run? Name one, as RUN or as --run-id; `rlk-ledger runs` lists them.")
+    return named.pop()
 
 
 def parse_arms(text: str) -> tuple[ArmName, ...]:

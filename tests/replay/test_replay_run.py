@@ -325,3 +325,16 @@ def test_an_unknown_arm_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     got = CliRunner().invoke(command, ["--run-id", RUN, "--ledger", str(tmp_path), "--arms", "both_nativ"])
     assert isinstance(got.exception, UsageError)
     assert "both_native" in str(got.exception)
+
+
+@pytest.mark.parametrize("names", [[], ["one", "--run-id", "another"]])
+def test_the_command_wants_one_run_by_either_name(names: list[str]) -> None:
+    got = CliRunner().invoke(command, [*names, "--ledger", "nowhere"])
+    assert got.exit_code == 2
+    assert "which run?" in got.output
+
+
+@pytest.mark.parametrize("names", [["one"], ["--run-id", "one"], ["one", "--run-id", "one"]])
+def test_a_run_is_named_by_position_or_by_option(names: list[str], tmp_path: Path) -> None:
+    got = CliRunner().invoke(command, [*names, "--ledger", str(tmp_path)])
+    assert "no ledger at" in str(got.exception)
