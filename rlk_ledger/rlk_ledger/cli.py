@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a finding of severity error, 2 the command could not do it
 """
 
 import ast
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from rlk_ledger_schemas.errors import RlkError
 
 GROUP = "rlk_ledger.commands"
 _BROKEN_PIPE = 141  # what a shell reports for a program ended by SIGPIPE
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 
 class LazyGroup(click.Group):
@@ -92,6 +94,7 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. Every error is one sentence on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
+    _open_streams()
     try:
         # Not `cli.main`: it would turn a closed pipe into exit code 1, which here means a finding.
         with cli.make_context("rlk-ledger", list(arguments)) as context:
@@ -107,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     except click.Abort:
         return _say("stopped.", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return _BROKEN_PIPE
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else _say(str(error.code), 2)
@@ -120,8 +123,23 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
+        if isinstance(error, OSError) and error.filename is None and error.errno in _NO_OUTPUT:
+            _discard_output()
+            return _say(f"the output cannot be written ({error.strerror}); free some space or send it elsewhere.", 2)
         return _say(f"internal error: {type(error).__name__}: {error}; --debug shows where, please report it.", 2)
     return code if isinstance(code, int) else 0
+
+
+def _open_streams() -> None:
+    """A command whose caller closed stdout or stderr does its work and says nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - it stays open as long as the process
+
+
+def _discard_output() -> None:
+    """Lets the interpreter flush what is left of stdout into nothing on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str, code: int) -> int:

@@ -60,10 +60,14 @@ def console(stderr: bool = False) -> "Console":
     """A rich console for stdout (or stderr)."""
     from rich.console import Console
 
+    class Output(Console):
+        def on_broken_pipe(self) -> None:  # rich would leave with 1, which here means a finding
+            raise BrokenPipeError
+
     stream = sys.stderr if stderr else sys.stdout
     if stream.isatty():
-        return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
-    return Console(
+        return Output(stderr=stderr, highlight=False, emoji=False, markup=False)
+    return Output(
         file=stream,
         color_system=None,
         force_terminal=False,

@@ -263,3 +263,30 @@ def test_many_alike_findings_are_counted_after_the_first_few(capsys: pytest.Capt
     assert "and 2 more seqs.dropped of the same" in out
     _, document, _ = run(capsys, "verify", "--ledger", str(tmp_path), "--json")
     assert len(json.loads(document)["findings"]) == 5
+
+
+def _shell(line: str, ledger: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "RLK": f"{sys.executable} -m rlk_ledger", "L": ledger}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("command", ["show r1", "verify", "runs"])
+def test_a_closed_pipe_is_no_finding(ledger: str, command: str) -> None:
+    """`| head -1` may end a command early; exit code 1 would say that something is wrong with the run."""
+    done = _shell(f"$RLK {command} --ledger $L | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}", ledger)
+    assert (done.returncode in (0, 141), done.stderr) == (True, "")
+
+
+def test_without_a_standard_output_the_exit_code_still_answers(ledger: str) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        done = _shell(f"$RLK verify --ledger $L {closed}", ledger)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_that_cannot_be_written_is_one_sentence(ledger: str) -> None:
+    for command in ("show r1", "runs --json"):
+        done = _shell(f"$RLK {command} --ledger $L > /dev/full", ledger)
+        assert done.returncode == 2
+        assert done.stderr == (
+            "rlk-ledger: the output cannot be written (No space left on device); free some space or send it elsewhere.\n"
+        )
