@@ -261,15 +261,20 @@ def _owned(sample: Sample, where: slice, ordered: list[tuple[dict[str, Any], Sco
 def _merge_partials(
     sample: Sample, ordered: list[tuple[dict[str, Any], Score]], where: slice
 ) -> npt.NDArray[np.float32]:
-    """target logit - log-sum-exp over ranks, in rank order (float64); the owner of a token id gives its logit."""
+    """target logit - log-sum-exp over ranks, in rank order (float64); the owner of a token id gives its logit.
+
+    What the ranks recorded may be anything; a sum that has no logarithm gives a value of class `nan` or `pos_inf`.
+    """
     peaks = np.stack([s.partials["max"] for _, s in ordered]).astype(np.float64)
     sums = np.stack([s.partials["sum_exp"] for _, s in ordered]).astype(np.float64)
     targets = np.stack([s.partials["target_logit"] for _, s in ordered]).astype(np.float64)
     top = peaks.max(axis=0)
-    lse = top + np.log((sums * np.exp(peaks - top)).sum(axis=0))
+    with np.errstate(all="ignore"):
+        lse = top + np.log((sums * np.exp(peaks - top)).sum(axis=0))
     ids = sample.response_token_ids[where].astype(np.int64)
     owner = np.zeros(len(ids), np.int64)
     for index, (shard, _) in enumerate(ordered):
         for start, end in shard["ranges"]:
             owner[(ids >= start) & (ids < end)] = index
-    return np.asarray(targets[owner, np.arange(len(ids))] - lse[: len(ids)], np.float32)
+    with np.errstate(all="ignore"):
+        return np.asarray(targets[owner, np.arange(len(ids))] - lse[: len(ids)], np.float32)

@@ -190,6 +190,26 @@ def test_a_missing_shard_pairs_nothing_and_is_named(run: Run) -> None:
     assert run.findings() == {"evidence.shards_missing": {"source": "training", "missing_ranks": [1]}}
 
 
+def test_ranks_of_two_world_sizes_are_no_whole_pass(run: Run) -> None:
+    run.sample()
+    run.rollout()
+    for rank, world in ((0, 2), (1, 2), (2, 4), (3, 4)):
+        shard = {"axis": "sequence", "rank": rank, "world_size": world, "ranges": [[3 * rank, 3 * rank + 3]]}
+        run.training(T[3 * rank : 3 * rank + 3], shard=shard)
+    assert "evidence.shards_missing" in run.findings()
+    assert not run.paired().pairs
+
+
+def test_the_first_pass_is_that_of_the_earliest_step_whoever_recorded_it(run: Run) -> None:
+    run.sample()
+    run.rollout()
+    for writer, step in (("t-early-name", 2), ("t-late-name", 0)):
+        run.log.add(writer, "writer.opened", role="training", rank=0, world_size=1)
+        fields = {"sample_id": "s", "source": "training", "contract_id": run.contract, "weight_version": "v1"}
+        run.log.add(writer, "logprobs", values=T - np.float32(step), step=step, **fields)
+    assert run.paired().pairs[0].training.tolist() == T.tolist()
+
+
 def vocabulary(run: Run, parts: Any = ((0, 6), (6, 32)), short: int = 0, **fields: Any) -> Any:
     """Records partials of random logits over 32 ids, a rank a part; returns the exact log-probabilities."""
     rng = np.random.default_rng(0)
@@ -229,6 +249,14 @@ def test_partials_that_cannot_be_merged_are_missing_and_never_guessed(run: Run, 
     vocabulary(run, **fields)
     assert run.findings()["values.missing"]["count"] == N
     assert audit(History.from_events(run.log.rows)).verdict != "pass"
+
+
+def test_partials_without_a_logarithm_are_no_measurement(run: Run) -> None:
+    run.sample()
+    run.rollout()
+    zeros = {name: np.zeros(N, np.float32) for name in ("max", "sum_exp", "target_logit")}
+    run.training(np.zeros(N), shard={"axis": "vocab", "rank": 0, "world_size": 1, "ranges": [[0, 32]]}, partials=zeros)
+    assert run.findings()["values.inf"]["count"] == N
 
 
 @pytest.mark.parametrize("redacted", [Array("uint64", np.arange(N, dtype="<u8").tobytes()), None])
