@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_OUTPUT:
             _discard_output()
-            return _say(f"the output cannot be written ({error.strerror}); free some space or send it elsewhere.", 2)
+            return _say(f"the output cannot be written ({error.strerror}); send it elsewhere.", 2)
         return _say(f"internal error: {type(error).__name__}: {error}; --debug shows where, please report it.", 2)
     return code if isinstance(code, int) else 0
 

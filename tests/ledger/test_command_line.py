@@ -288,5 +288,5 @@ def test_output_that_cannot_be_written_is_one_sentence(ledger: str) -> None:
         done = _shell(f"$RLK {command} --ledger $L > /dev/full", ledger)
         assert done.returncode == 2
         assert done.stderr == (
-            "rlk-ledger: the output cannot be written (No space left on device); free some space or send it elsewhere.\n"
+            "rlk-ledger: the output cannot be written (No space left on device); send it elsewhere.\n"
         )
