@@ -14,10 +14,14 @@ Params = dict[str, Any] | list[Any] | None
 
 
 class Scope(NamedTuple):
-    """`views`: names of tables the query reads. `runs`: run ids it is limited to, or None when it may read any."""
+    """`views`: names of tables the query reads. `runs`: run ids it is limited to, or None when it may read any.
+
+    `listing`: the query asks which tables there are (`show tables`), not what they hold.
+    """
 
     views: frozenset[str]
     runs: frozenset[str] | None
+    listing: bool = False
 
 
 class _Select(NamedTuple):
@@ -34,6 +38,8 @@ def scope(query: str, params: Params = None) -> Scope:
         raise UsageError(_refusal(tree))
     if len(tree["statements"]) != 1:
         raise UsageError(f"one SELECT a query; this text holds {len(tree['statements'])} statements.")
+    if (tree["statements"][0]["node"].get("from_table") or {}).get("show_type") == "SHOW_SPECIAL":
+        return Scope(frozenset(), None, listing=True)
     selects: list[_Select] = []
     _walk(tree["statements"][0], frozenset(), params, selects)
     views = frozenset(name for select in selects for _, name in select.tables)

@@ -46,11 +46,16 @@ def sql(ledger: Ledger, query: str, params: Params = None) -> duckdb.DuckDBPyRel
     Raises UsageError when the query is not one SELECT, names no known view or column, or lacks a parameter.
     """
     needed = scope(query, params)
-    connection = connect(ledger, needed.views, needed.runs)
+    connection = connect(ledger, None, frozenset()) if needed.listing else connect(ledger, needed.views, needed.runs)
     try:
         return connection.sql(query, params=params) if params else connection.sql(query)
     except duckdb.Error as error:
         raise UsageError(_explained(error)) from None
+
+
+def names() -> pa.Table:
+    """The names of the views, as `show tables` answers."""
+    return pa.table({"name": list(VIEWS)})
 
 
 def fetch(relation: duckdb.DuckDBPyRelation) -> pa.Table:

@@ -74,6 +74,11 @@ def test_an_event_shipped_twice_is_shown_once(ledger: Ledger) -> None:
     assert ledger.sql("select count(*) from samples where run_id = 'one'").fetchall() == [(12,)]
 
 
+def test_show_tables_lists_every_view_and_reads_nothing(ledger: Ledger, segments_read: list[str]) -> None:
+    assert {row[0] for row in ledger.sql("show tables").fetchall()} == set(VIEWS)
+    assert segments_read == []
+
+
 def test_fields_of_every_event_are_json(ledger: Ledger) -> None:
     query = "select fields ->> '$.body.mode' from events where run_id = 'one' and type = 'contract.declared'"
     assert ledger.sql(query).fetchall() == [("processed",)] * 2
