@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlk_ledger.views import VIEWS
 from rlk_ledger_schemas.events import ASSIGNED, REGISTRY
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
@@ -121,3 +122,9 @@ def test_the_command_table_names_every_command_and_nothing_else() -> None:
         word for cell in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for word in re.findall(r"`([a-z]+)", cell)
     }
     assert named == commands
+
+
+def test_the_query_row_names_every_view() -> None:
+    found = re.search(r"over the views `(.*?)`", README)
+    assert found
+    assert sorted(found[1].split()) == sorted(VIEWS)
