@@ -21,7 +21,7 @@ from rlk_ledger.service import elected, ship_once
 from rlk_ledger.shipper import Shipper
 from rlk_ledger.store import open_store
 from rlk_ledger.verify import verify
-from rlk_ledger_schemas.errors import SpoolError, UsageError
+from rlk_ledger_schemas.errors import SpoolError, StoreError, UsageError
 from rlk_ledger_schemas.findings import Exit
 from rlk_ledger_schemas.frame import encode_header
 from rlk_ledger_sdk.status import read_status, request_flush
@@ -391,6 +391,37 @@ def test_a_dead_writers_spool_is_kept_until_its_loss_is_stated(
     Shipper(spool).cycle(flush=True)
     assert statements(url) == [(writer.writer_id, 30)]
     assert not writer.directory.exists()
+
+
+class _HalfWritten:
+    """A store that says it created the object and kept half of it."""
+
+    def __init__(self, inner, suffix: str) -> None:
+        self.inner, self.suffix = inner, suffix
+        self.url, self.locate, self.read = inner.url, inner.locate, inner.read
+
+    def create(self, path: str, data: bytes) -> None:
+        self.inner.create(path, data[: len(data) // 2] if path.endswith(self.suffix) else data)
+
+
+def test_a_segment_that_reads_back_otherwise_gets_no_receipt(new_writer, url) -> None:
+    writer = new_writer()
+    store = open_store(url)
+    chain = Chain(_HalfWritten(store, ".parquet"), meet(store, declared(writer.header, [])))
+    draft = chain.draft(writer.many(2))
+    with pytest.raises(StoreError, match="reads back as"):
+        chain.publish(draft)
+    assert store.stat(draft.receipt_path) is None
+    assert chain.n == 0
+
+
+def test_a_receipt_that_reads_back_otherwise_commits_nothing(new_writer, url) -> None:
+    writer = new_writer()
+    store = open_store(url)
+    chain = Chain(_HalfWritten(store, "00000000.json"), meet(store, declared(writer.header, [])))
+    with pytest.raises(Forked, match="was replaced"):
+        chain.publish(chain.draft(writer.many(2)))
+    assert chain.n == 0
 
 
 def test_a_damaged_receipt_does_not_stop_later_shippers(new_writer, spool, url) -> None:
