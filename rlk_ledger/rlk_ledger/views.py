@@ -53,11 +53,6 @@ def sql(ledger: Ledger, query: str, params: Params = None) -> duckdb.DuckDBPyRel
         raise UsageError(_explained(error)) from None
 
 
-def names() -> pa.Table:
-    """The names of the views, as `show tables` answers."""
-    return pa.table({"name": list(VIEWS)})
-
-
 def fetch(relation: duckdb.DuckDBPyRelation) -> pa.Table:
     """Every row of a relation; an error met while reading is one sentence, as in `sql`."""
     try:

@@ -1,6 +1,5 @@
 """`query` and `drift`: ask a ledger in SQL, and see drift by any recorded dimension."""
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from rlk_ledger_schemas.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SHOW = re.compile(r"\s*show\s+(all\s+)?tables\s*;?\s*", re.IGNORECASE)
 _BINARY = ("parquet", "arrow")
 _COLUMNS = ("tokens", "abs_dlogp_mean", "abs_dlogp_p99", "abs_dlogp_max", "dlogp_mean", "kl_k3", "clip_fraction")
 
@@ -37,11 +35,8 @@ def query(sql: str, format_: str, params: tuple[str, ...], output: Path | None, 
     format_ = "json" if as_json else format_
     if format_ in _BINARY and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {format_} is binary; write it to a file with -o FILE or to a pipe.")
-    ledger = terminal.open_url(url)
-    if _SHOW.fullmatch(sql):  # DuckDB would list what is built, and nothing is built that no query names
-        write(views.names(), format_, output)
-        return
-    write(views.fetch(views.sql(ledger, sql, _parsed(params) or None)), format_, output)
+    relation = views.sql(terminal.open_url(url), sql, _parsed(params) or None)
+    write(views.fetch(relation), format_, output)
 
 
 def _parsed(params: tuple[str, ...]) -> dict[str, str]:
