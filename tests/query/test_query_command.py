@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlk_ledger.cli import main
-from rlk_ledger.views import VIEWS
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -104,8 +103,3 @@ def test_drift_prints_for_people(url: str, capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("run one: 96 compared tokens of 12 samples")
     assert "abs_dlogp_p999" in out
     assert "weight_version v2" in out.splitlines()[-1]
-
-
-def test_show_tables_names_every_view(url: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["query", "SHOW TABLES;", "--json", "--ledger", url]) == 0
-    assert [row["name"] for row in json.loads(capfd.readouterr().out)] == list(VIEWS)
