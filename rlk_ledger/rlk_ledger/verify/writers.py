@@ -169,13 +169,15 @@ class _Ends:
 
 
 def _redeclared(events: _Reader, run_id: str, info: RunInfo | None) -> Iterator[Finding]:
-    """Processes whose `run.opened` names other roles than run.json: the roster is the first one's."""
+    """Processes whose `run.opened` declares other roles or another redaction than run.json holds."""
     said: dict[str, str] = {}
     for fields in events.events("run.opened"):
-        if info is not None and fields.get("roles") != info.roles:
-            said.setdefault(repr(fields.get("roles")), str(fields.get("writer_id")))
-    for roles, writer_id in sorted(said.items()):
-        text = f"it declared roles {roles}, run.json holds {info.roles if info else None}: only those are expected"
+        for name in ("roles", "redaction"):
+            if info is not None and name in fields and fields[name] != getattr(info, name):
+                consequence = "only those are expected" if name == "roles" else "its events are as it declared"
+                declared = f"it declared {name} {fields[name]!r}, run.json holds {getattr(info, name)!r}"
+                said.setdefault(f"{declared}: {consequence}", str(fields.get("writer_id")))
+    for text, writer_id in sorted(said.items()):
         yield finding("run.redeclared", layout.run_json(run_id), text, writer=writer_id)
 
 
