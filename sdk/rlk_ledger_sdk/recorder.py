@@ -186,12 +186,12 @@ class Recorder:
             return self._defer(name, wire, arrays, contract_id)
         payload = b""
         with self._lock:
+            spool = self._spool
             try:
                 settling = self._unsettled
                 if settling:
                     self._settle()
                 self._unsettled = True
-                spool = self._spool
                 seq = spool.at[1]
                 wire.schema_version = SCHEMA_VERSION
                 wire.seq = seq
@@ -206,8 +206,14 @@ class Recorder:
                     payload = pack_u32(len(payload)) + payload + NO_ARRAYS  # the same, without a call
                 spool.put(payload)
                 self._unsettled = settling and not self._recovered()
-            except Full as full:
-                self._drop(name, full, len(payload) or _size(arrays))
+            except Exception as error:
+                if spool.closed:  # by a fork inside this call: the parent stores its event, this child its own
+                    return self._append(name, wire, arrays) if self._alive_here() else NOT_RECORDED
+                if not isinstance(error, Full):
+                    raise
+                if payload and name == "writer.closed" and spool.put_reserved(payload):
+                    return Reference(self.writer_id, seq)
+                self._drop(name, error, len(payload) or _size(arrays))
                 return Reference(self.writer_id, None, contract_id)
         reference = Reference(self.writer_id, seq, contract_id)
         if contract_id is not None:

@@ -7,6 +7,8 @@ exception at any instruction harmless:
    `at` past it when the exception fell between the two.
 2. roll: the new file is complete under a temporary name (`_fresh`), is renamed, and only then adopted. `resync`
    adopts a renamed file and forgets one that was not renamed.
+3. close: no file can be written or made any more. A fork may come inside any step; the child closes the parent's spool
+   at once, so what it was doing ends with an exception, and its temporary names are not the parent's.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ from rlk_ledger_sdk.filesystem import Method
 FIRST_FILE = 1 << 20
 LARGEST_FILE = 64 << 20
 RESERVE = 32 << 10
-"""Bytes at the end of every file that only gap events may use, so that a loss can be stated when nothing else fits."""
+"""Bytes at the end of every file for gap events and the closing event: they fit when nothing else does."""
 MAX_PAYLOAD = (1 << 32) - 16
 """Bytes one event may have: its length word has 32 bits."""
 _PAGE = 4096
@@ -82,6 +84,7 @@ class SpoolWriter:
         self._reach = 0
         self._next_size = FIRST_FILE
         self.number = header.file_number - 1
+        self.closed = False
 
     def put(self, payload: bytes) -> None:
         """Appends one frame; it is there when this returns, for any kill after that. Raises Full."""
@@ -107,7 +110,7 @@ class SpoolWriter:
         self.at = (end, seq + 1)
 
     def put_reserved(self, payload: bytes) -> bool:
-        """Appends a gap event in the room kept for it; False when even that is used up."""
+        """Appends an event in the room kept for gaps and the close; False when even that is used up."""
         file = self._file
         if file is None or self.at[0] + FRAME_HEAD + len(payload) + 7 > file.size:
             return False
@@ -149,15 +152,20 @@ class SpoolWriter:
             self._write(file, offset, bytes(len(tail)))
 
     def close(self) -> None:
-        """Closes the open file; the bytes stay for the shipper."""
-        file, self._file, self._map, self._limit = self._file, None, None, 0
-        if file is not None:
-            file.close()
+        """Closes the files for good; the bytes stay for the shipper. What is under way in here raises."""
+        self.closed = True
+        files = (self._file, self._fresh)
+        self._file, self._fresh, self._map, self._limit = None, None, None, 0
+        for file in files:
+            if file is not None:
+                file.close()
 
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _roll(self, need: int) -> None:
         """Opens the next file, large enough for a frame of `need` bytes; raises Full."""
+        if self.closed:
+            raise Full(f"the spool {self._directory} is closed")
         if (refusal := self._budget.refusal()) is not None:
             raise Full(refusal)
         try:
@@ -175,7 +183,12 @@ class SpoolWriter:
             try:
                 self._directory.mkdir(mode=0o700, exist_ok=True)
                 self._fresh = fresh = self._prepare(self.number + 1, size)
-                self._temporary(fresh.number).rename(fresh.path)
+                temporary = self._temporary(fresh.number)
+                if self.closed:
+                    fresh.close()
+                    temporary.unlink(missing_ok=True)
+                    raise Full(f"the spool {self._directory} was closed while a file was made")
+                temporary.rename(fresh.path)
                 break
             except OSError as error:
                 if size == least:
@@ -201,7 +214,8 @@ class SpoolWriter:
         first_seq = self.at[1]
         header = encode_header(msgspec.structs.replace(self._header, file_number=number, first_seq=first_seq))
         path = self._temporary(number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        path.unlink(missing_ok=True)  # what an interrupted roll left; never truncated, for another may have it mapped
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, header, 0)
@@ -234,7 +248,7 @@ class SpoolWriter:
             old.close()
 
     def _temporary(self, number: int) -> Path:
-        return self._directory / f".{number:08d}.tmp"
+        return self._directory / f".{number:08d}.{os.getpid()}.tmp"
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ class MemorySpool:
     def __init__(self, events: Recording) -> None:
         self.at = (0, 0)
         self.number = 0
+        self.closed = False
         self._events = events
 
     def put(self, payload: bytes) -> None:
@@ -112,7 +113,8 @@ class MemorySpool:
         """A list is always in step."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Takes nothing more."""
+        self.closed = True
 
 
 class MemoryRecorder(Recorder):

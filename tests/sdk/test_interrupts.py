@@ -2,6 +2,7 @@
 
 import contextlib
 import linecache
+import os
 import random
 import signal
 import sys
@@ -179,3 +180,77 @@ def test_other_threads_go_on_after_an_interrupted_record(opened, small):
         assert seen[0] is not None
     assert unaccounted(read_spool(recorder.directory).events) == []
     assert api.current() is recorder
+
+
+def fork_at(n, operation, records_at_once):
+    """Runs `operation`, forking before its n-th traced line; the child goes on too, records once more and exits.
+
+    Returns the child's exit status: 0 when its own event has a number.
+    """
+    child = None
+
+    def fork():
+        nonlocal child
+        child = os.fork()
+        if child == 0:
+            sys.settrace(None)
+            if records_at_once:
+                record("knob.applied", path="in the handler", requested=1, status="applied")
+
+    try:
+        at_line(n, fork, operation)
+        if child == 0:
+            stored = record("knob.applied", path="late", requested=1, status="applied").seq is not None
+            os._exit(0 if stored else 1)
+    finally:
+        if child == 0:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+def complaints_about_forks(opened, spool_, records_at_once, stride=1):
+    """What is wrong with the spools after a fork at every `stride`-th line of three records and a roll."""
+
+    def operation():
+        for n in range(3):
+            knob(n)
+
+    opened(on_error="warn")
+    wrong = []
+    for n in range(1, at_line(-1, interrupt, operation) + 1, stride):
+        parent = opened(on_error="warn", spool=spool_ / str(n))
+        status = fork_at(n, operation, records_at_once)
+        images = {d.name: read_spool(d) for d in (spool_ / str(n)).glob("*/")}
+        events = {name: image.events for name, image in images.items()}
+        mine = [e.fields["requested"] for e in events.pop(parent.writer_id) if e.type == "knob.applied"]
+        if status or mine != [0, 1, 2] or len(events) != 1:
+            wrong.append(f"line {n}: status {status}, the parent stored {mine}, {len(events)} other writers")
+        if any(unaccounted(image.events) or sum(image.bytes_left) for image in images.values()):
+            wrong.append(f"line {n}: a number is missing, doubled or torn")
+        if any("late" not in [e.fields.get("path") for e in theirs] for theirs in events.values()):
+            wrong.append(f"line {n}: what the child recorded is not there")
+        if list((spool_ / str(n)).glob("*/.*.tmp")):
+            wrong.append(f"line {n}: half a file is left")
+    return wrong
+
+
+@pytest.mark.parametrize(("records_at_once", "stride"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize("method", ["mmap", "pwrite"])
+def test_a_fork_at_every_line_gives_each_process_its_own_events(
+    opened, small, monkeypatch, tmp_path, method, records_at_once, stride
+):
+    """A handler may fork while record() runs; the child must not go on writing into its parent's spool."""
+    monkeypatch.setattr("rlk_ledger_sdk.recorder.method_for", lambda kind: method)
+    assert complaints_about_forks(opened, tmp_path / "s", records_at_once, stride) == []
+
+
+def test_the_check_notices_a_child_that_goes_on_in_its_parents_spool(opened, small, monkeypatch, tmp_path):
+    """The guard of the test above, broken on purpose."""
+    close = spool.SpoolWriter.close
+
+    def forgetful(self):
+        close(self)
+        self.closed = False
+
+    monkeypatch.setattr(spool.SpoolWriter, "close", forgetful)
+    assert any("the parent stored" in text for text in complaints_about_forks(opened, tmp_path / "s", False, 7))

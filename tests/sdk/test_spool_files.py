@@ -294,3 +294,20 @@ def test_past_half_the_budget_the_shipper_is_told_to_hurry(opened, small, monkey
     for _ in range(60):
         bulk()
     assert int((recorder_.directory / "flush").read_text()) > 0
+
+
+def test_a_record_that_was_waiting_while_the_recorder_closed_opens_no_file(opened, image, caplog):
+    recorder_ = opened()
+    knob()
+    close = recorder_._spool.close
+
+    def close_before_the_waiting_thread_enters():
+        close()
+        recorder_._mark = b"\1"  # it looked before close() did
+
+    recorder_._spool.close = close_before_the_waiting_thread_enters
+    recorder_.close()
+    assert recorder_.record("knob.applied", path="a", requested=1, status="applied").seq is None
+    assert [event.type for event in image(recorder_).events[-2:]] == ["knob.applied", "writer.closed"]
+    assert len(list(recorder_.directory.glob("*.spool"))) == 1
+    assert "record() after close()" in caplog.text
