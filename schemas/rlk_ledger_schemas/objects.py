@@ -125,7 +125,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(data: bytes, where: str) -> Receipt:
-    """The receipt in `data`; raises FormatError when it does not parse, is not canonical or `self` does not match."""
+    """The receipt in `data`; raises FormatError when it does not parse, is newer, or `self` does not match."""
     fields = _parse(data, where)
     claimed = fields.pop("self", None)
     if claimed != sha256(canonical_json(fields)):
@@ -137,8 +137,6 @@ def decode_receipt(data: bytes, where: str) -> Receipt:
 def decode_ledger(data: bytes, where: str = "ledger.json") -> LedgerInfo:
     """ledger.json; raises FormatError, also for a newer format or an unknown required feature."""
     info: LedgerInfo = _convert(_parse(data, where), LedgerInfo, where)
-    if info.format != FORMAT:
-        raise FormatError(f"{where}: format {info.format}; this reader knows format {FORMAT}. Use a newer rlk-ledger.")
     unknown = sorted(set(info.required_features) - FEATURES)
     if unknown:
         raise FormatError(f"{where}: requires {', '.join(unknown)}, unknown to this reader. Use a newer rlk-ledger.")
@@ -146,7 +144,7 @@ def decode_ledger(data: bytes, where: str = "ledger.json") -> LedgerInfo:
 
 
 def decode_run(data: bytes, where: str = "run.json") -> RunInfo:
-    """run.json; raises FormatError."""
+    """run.json; raises FormatError, also for a newer format."""
     info: RunInfo = _convert(_parse(data, where), RunInfo, where)
     return info
 
@@ -163,6 +161,10 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _convert(fields: dict[str, Any], kind: type[Any], where: str) -> Any:
+    if type(fields.get("format")) is int and fields["format"] != FORMAT:  # before its fields, which may be others
+        raise FormatError(
+            f"{where}: format {fields['format']}; this reader knows format {FORMAT}. Use a newer rlk-ledger."
+        )
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

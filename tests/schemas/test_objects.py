@@ -164,3 +164,14 @@ def test_projections_take_only_values_of_their_type() -> None:
     assert columns.project(envelope, columns.PROMOTED["turn"]) is None
     assert columns.project(envelope, columns.PROMOTED["rollout_id"]) == "7"
     assert columns.project(envelope, columns.PROMOTED["shard_rank"]) is None
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_receipt_or_run_of_another_format_is_refused_before_it_is_read(number: int) -> None:
+    """Its fields may mean something else: half-understood is worse than refused."""
+    receipt = objects.encode_receipt(msgspec.structs.replace(RECEIPT, format=number))
+    with pytest.raises(FormatError, match=f"receipt: format {number}; this reader knows format 1"):
+        objects.decode_receipt(receipt, "receipt")
+    run = canonical_json({"format": number, "another": "shape"})
+    with pytest.raises(FormatError, match=f"run.json: format {number}; this reader knows format 1"):
+        objects.decode_run(run)
