@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rlk_ledger_kernels.errors import InvarianceError
+from rlk_ledger_kernels.invariance import same_bits
 from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, PREFILL_TILE
 from rlk_ledger_kernels.ops.linear.tiled import contract_rows
 from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule
@@ -112,10 +113,6 @@ def first_failure(
     return None
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
 def _pointwise_holds(threads: int, generator: torch.Generator) -> bool:
     x_N = torch.randn(70_003, generator=generator) * 8
     for function in (torch.exp, lambda t: torch.log(t.abs() + 1e-6)):
@@ -124,7 +121,7 @@ def _pointwise_holds(threads: int, generator: torch.Generator) -> bool:
         with using_threads(threads):
             for offset in (*range(18), 33, 70_000):
                 for length in (1, 15, 31, 4097, 65_539):
-                    if not _same(function(x_N[offset : offset + length]), whole_N[offset : offset + length]):
+                    if not same_bits(function(x_N[offset : offset + length]), whole_N[offset : offset + length]):
                         return False
     return True
 
@@ -144,10 +141,10 @@ def _product_holds(
     with using_threads(threads):
         for tile in row_tiles:
             usable = rows // tile * tile
-            if not _same(contract_rows(x_NK[:usable], leaves, (tile,)), expected_NO[:usable]):
+            if not same_bits(contract_rows(x_NK[:usable], leaves, (tile,)), expected_NO[:usable]):
                 return False
             moved_NO = contract_rows(shifted_NK[:usable], leaves, (tile,))
-            if not _same(moved_NO[: usable - 5], expected_NO[5:usable]):
+            if not same_bits(moved_NO[: usable - 5], expected_NO[5:usable]):
                 return False
     return True
 
@@ -171,8 +168,8 @@ def _attention_holds(
         for batch in (1, 2, 3, 40):
             for rows in (small, large):
                 got = torch.bmm(q_BMD[:batch, :rows].contiguous(), k_BDS[:batch])
-                if not _same(got[:, :small], scores[:batch]):
+                if not same_bits(got[:, :small], scores[:batch]):
                     return False
-                if not _same(torch.bmm(got, v_BSV[:batch])[:, :small], values[:batch]):
+                if not same_bits(torch.bmm(got, v_BSV[:batch])[:, :small], values[:batch]):
                     return False
     return True

@@ -85,5 +85,5 @@ class Numerics:
         """Head, logits and the selected log-probability."""
         head = self.lm_head or self.compute
         temperature = self.temperature if self.logprob_mode == "processed" else 1.0
-        LogprobContract(temperature=self.temperature)
+        LogprobContract(temperature=self.temperature)  # refuses a bad one in raw mode as well
         return LogprobContract(temperature=temperature, logits=self.logits or head, head=head, schedule=self.schedule)
