@@ -1,5 +1,6 @@
 """Fork, spawn, os._exit, exit and threads: every process is a writer of its own, and no exit hangs."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -91,38 +92,35 @@ def test_a_grandchild_names_the_child(opened):
     assert grandchild.events[0].fields["parent_writer"] == grandchild.events[-1].fields["path"]
 
 
-def test_a_fork_while_another_thread_holds_the_lock_does_not_deadlock_the_child(opened):
-    parent = opened()
+@contextlib.contextmanager
+def held_by_another_thread(lock):
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with parent._lock:
+        with lock:
             held.set()
             release.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    assert in_fork(lambda: knob("child")) == 0
-    release.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_a_fork_while_another_thread_holds_the_lock_does_not_deadlock_the_child(opened):
+    parent = opened()
+    with held_by_another_thread(parent._lock):
+        assert in_fork(lambda: knob("child")) == 0
     assert len(images(parent.config.spool)) == 2
 
 
 def test_a_fork_during_anothers_init_does_not_deadlock_the_childs_first_record():
-    held, release = threading.Event(), threading.Event()
-
-    def hold():
-        with api._lock:
-            held.set()
-            release.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    assert in_fork(lambda: knob("child")) == 0
-    release.set()
-    thread.join()
+    with held_by_another_thread(api._lock):
+        assert in_fork(lambda: knob("child")) == 0
 
 
 def test_what_the_child_does_never_touches_the_parents_bytes(opened):
