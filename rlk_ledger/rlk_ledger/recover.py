@@ -64,7 +64,9 @@ def recover(
             while shipper.cycle(flush=True) and not shipper.errors():
                 pass
             return [
-                _report(shipper, w) if w.header is not None else _unreadable(w) for w in writers if w.files or w.header
+                _report(shipper, w) if w.header is not None else _unreadable(w)
+                for w in writers
+                if w.files or w.header or w.problem
             ]
         finally:
             shipper.close()
@@ -82,7 +84,8 @@ def _unreadable(writer: WriterSpool) -> Recovered:
         known=0,
         last_seq=-1,
         lost_bytes=sum(file.bytes_left() for file in writer.files),
-        problem=f"no readable header in {writer.directory} ({names}): whose events they are cannot be told, they stay",
+        problem=writer.problem
+        or f"no readable header in {writer.directory} ({names}): whose events they are cannot be told, they stay",
     )
 
 

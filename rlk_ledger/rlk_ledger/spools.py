@@ -29,7 +29,7 @@ class SpoolFile:
     def __init__(self, path: Path, number: int) -> None:
         self.path = path
         self.number = number
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.offset = 0
         self.last_seq = -1
         self.finished = False
@@ -113,6 +113,7 @@ class WriterSpool:
         self.closed = False
         self.alive: bool | None = True
         self.problem: str | None = None
+        self.unreadable = False
         self.events_read = 0
         self.assume_dead = False
         self._gone = -1  # files up to this number were released
@@ -141,12 +142,15 @@ class WriterSpool:
         """The records that can be read now, until about `room` bytes of payload; and their bytes."""
         out: list[Record] = []
         used = 0
+        self.unreadable = False
         for file in self.files:
             if file.finished:
                 continue
             newest = file is self.files[-1]
             used += self._read(file, room - used, out)
             if used >= room:
+                break
+            if self.unreadable:
                 break
             if not newest or self.closed or self.alive is False:
                 self._finish(file)
@@ -187,13 +191,25 @@ class WriterSpool:
                     self.header = file.header
 
     def _find_files(self) -> None:
+        """Opens the files that are new, in order; one that cannot be opened yet holds up those after it."""
         known = {file.number for file in self.files}
         found = []
-        for path in self.directory.glob(f"*{SUFFIX}"):
-            if path.stem.isdigit() and int(path.stem) not in known and int(path.stem) > self._gone:
-                found.append((int(path.stem), path))
-        for number, path in sorted(found):
-            self.files.append(SpoolFile(path, number))
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    stem = entry.name.removesuffix(SUFFIX)
+                    if stem == entry.name or not stem.isdecimal() or int(stem) in known or int(stem) <= self._gone:
+                        continue
+                    if entry.is_file(follow_symlinks=False):
+                        found.append((int(stem), Path(entry.path)))
+                    else:
+                        self.problem = f"{entry.path} is no regular file; it is left alone"
+            for number, path in sorted(found):
+                self.files.append(SpoolFile(path, number))
+        except FileNotFoundError:
+            pass  # removed meanwhile
+        except OSError as error:
+            self.problem = f"cannot read {error.filename}: {error.strerror}"
 
     def _read(self, file: SpoolFile, room: int, out: list[Record]) -> int:
         """Appends what `file` holds to `out`, until `room` bytes; returns the bytes taken."""
@@ -204,7 +220,7 @@ class WriterSpool:
             self._poison(file, str(error), 0)
             return 0
         used = 0
-        while used < room and (payload := file.next_payload()) is not None:
+        while used < room and (payload := self._next(file)) is not None:
             used += len(payload)
             file.unsynced = True
             try:
@@ -220,6 +236,15 @@ class WriterSpool:
             if b"writer.closed" in record.envelope and decode_envelope(record.envelope)["type"] == "writer.closed":
                 self.closed = True
         return used
+
+    def _next(self, file: SpoolFile) -> bytes | None:
+        """The file's next payload; None also where the disk fails: what was read before must not be lost with it."""
+        try:
+            return file.next_payload()
+        except OSError as error:
+            self.problem = f"cannot read {file.path}: {error.strerror}"
+            self.unreadable = True
+            return None
 
     def _poison(self, file: SpoolFile, problem: str, size: int) -> None:
         """A frame that is whole and still not an event: counted as lost, its file kept for a person to look at."""

@@ -487,3 +487,55 @@ def test_a_spool_on_a_full_disk_is_shipped_all_the_same(new_writer, spool, url, 
     assert (found.shipped, found.lost_bytes) == (3, 0)
     assert held(url) == expected(*records)
     assert list(spool.glob("*/*.spool")) == []
+
+
+def test_nothing_is_deleted_before_it_is_committed(new_writer, spool, url) -> None:
+    """A bucket that does not answer: every file stays, finished or not, and ships when it answers again."""
+    closed, dead = new_writer(), new_writer(dead=True)
+    records = [*closed.many(3), closed.close(), *dead.many(2)]
+    there = sorted(spool.glob("*/*.spool"))
+
+    def refuse(_: str) -> None:
+        raise StoreError("the bucket does not answer.")
+
+    shipper = Shipper(spool, refuse)
+    for _ in range(3):
+        shipper.cycle(flush=True)
+    shipper.close()
+    assert sorted(spool.glob("*/*.spool")) == there
+    Shipper(spool).cycle(flush=True)
+    assert held(url) == expected(*records)
+
+
+def test_what_is_no_readable_file_holds_up_nobody_else(new_writer, spool, url) -> None:
+    """A directory, a pipe, a link, a file of somebody else's: named, left alone, and the other writers are shipped."""
+    odd, other = new_writer(dead=True), new_writer()
+    odd.directory.joinpath("00000001.spool").mkdir()
+    os.mkfifo(odd.directory / "00000002.spool")
+    odd.directory.joinpath("00000003.spool").symlink_to("/etc/hostname")
+    records = [*odd.many(2), *other.many(2), other.close()]
+    found = {r.writer_id: r for r in recover(spool)}
+    assert held(url) == expected(*records)
+    assert "is no regular file" in str(found[odd.writer_id].problem)
+    assert found[odd.writer_id].lost_bytes == 0
+    assert (odd.directory / "00000003.spool").is_symlink()
+
+
+def test_a_disk_that_fails_while_reading_loses_nothing_that_was_read(new_writer, spool, url, monkeypatch) -> None:
+    writer = new_writer(dead=True)
+    records = writer.many(4)
+    original, calls = spools.SpoolFile.next_payload, []
+
+    def failing(self: spools.SpoolFile) -> bytes | None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(self)
+
+    monkeypatch.setattr(spools.SpoolFile, "next_payload", failing)
+    shipper = Shipper(spool)
+    shipper.cycle(flush=True)
+    assert len(list(writer.directory.glob("*.spool"))) == 1
+    shipper.cycle(flush=True)
+    assert held(url) == expected(*records)
+    assert list(spool.glob("*/*.spool")) == []
