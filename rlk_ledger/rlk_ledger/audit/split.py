@@ -4,8 +4,9 @@ Response: log |d| minus the log of its median in the run's log-probability decil
 on the log-probability. Two statistics a sample: the mean (typical size) and the log RMS (a garbled minority). Unit: the
 sample. A dimension constant within a sample is tested by permuting membership within step, and within group where it
 varies inside groups (prompts differ, and their samples share that); where it does not, the group means must differ as
-well. A dimension that varies inside a sample is tested by sign flips of within-sample contrasts. At least 8 samples a
-level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2.
+well. A dimension that varies inside a sample is tested by sign flips of within-sample contrasts, the tail's over as
+many tokens of the level as beside it; between samples the tail's growth with their length is taken off. At least 8
+samples a level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ P_GROUPS = 0.001
 _MIN_TOKENS = 4
 _MIN_SIDE_TOKENS = 2
 _DECILES = 10
+_BINS, _BIN_TOKENS = 60, 40
 _SCALE_FLOOR = 0.05
 _LOW = -3.0
 STATISTICS = ("typical", "tail")
@@ -60,6 +62,8 @@ class Test:
 def response(tokens: Tokens) -> Float64:
     """log(|d| / scale) of each compared token, at least -3; scale is the median |d| of its log-probability decile.
 
+    The mean over tokens of nearly the same log-probability is taken off (`_centred`).
+
     A decile whose median is nearly zero (confident tokens) takes 0.05 of the run's own median instead.
     """
     size = np.abs(tokens.d)
@@ -74,7 +78,20 @@ def response(tokens: Tokens) -> Float64:
         if rows.size:
             scale[i] = max(float(np.median(rows)), floor)
     with np.errstate(divide="ignore"):
-        return np.asarray(np.maximum(np.log(size / scale[decile]), _LOW), np.float64)
+        y = np.maximum(np.log(size / scale[decile]), _LOW)
+    return _centred(y, level)
+
+
+def _centred(y: Float64, level: Float64) -> Float64:
+    """y less its mean over tokens of nearly the same log-probability.
+
+    Rounded values are equal or a quantum apart, and how often depends on the log-probability within a decile too:
+    without this, a level of another kind of text would differ by its text alone.
+    """
+    bins = int(np.clip(len(y) // _BIN_TOKENS, 1, _BINS))
+    bin_of = np.searchsorted(np.quantile(level, np.linspace(0, 1, bins + 1)[1:-1]), level, side="right")
+    count = np.bincount(bin_of, minlength=bins)
+    return np.asarray(y - (np.bincount(bin_of, weights=y, minlength=bins) / np.maximum(count, 1))[bin_of], np.float64)
 
 
 def detect(view: View) -> Iterable[Finding]:
@@ -117,7 +134,8 @@ class _Splitter:
         """(statistic, usable) of every pair over the kept tokens."""
         owner, n = self.view.tokens.sample[keep], len(self.view.pairs)
         count = np.bincount(owner, minlength=n)
-        return _reduce(self.y[keep], owner, count, statistic), count >= _MIN_TOKENS
+        value, usable = _reduce(self.y[keep], owner, count, statistic), count >= _MIN_TOKENS
+        return (_length_free(value, count, usable) if statistic == "tail" else value), usable
 
     def test_between(
         self, dimension: Dimension, level: int, statistic: str, value: Float64, usable: Bool
@@ -151,11 +169,13 @@ class _Splitter:
         member = rows & (dimension.codes == level)
         rest = rows & ~member
         n, owner = len(self.view.pairs), self.view.tokens.sample
-        sides = []
-        for side in (member, rest):
-            count = np.bincount(owner[side], minlength=n)
-            sides.append((_reduce(self.y[side], owner[side], count, statistic), count))
-        (a, na), (b, nb) = sides
+        na, nb = (np.bincount(owner[side], minlength=n) for side in (member, rest))
+        if statistic == "tail":
+            member, rest = _evenly(member, owner, np.minimum(na, nb)), _evenly(rest, owner, np.minimum(na, nb))
+        a, b = (
+            _reduce(self.y[side], owner[side], np.bincount(owner[side], minlength=n), statistic)
+            for side in (member, rest)
+        )
         single = dimension.name in ("position.first", "position.last", "seam.token")
         both = (na >= (1 if single else _MIN_SIDE_TOKENS)) & (nb >= _MIN_SIDE_TOKENS)
         if np.count_nonzero(both) < MIN_SAMPLES:
@@ -242,6 +262,33 @@ def _reduce(y: Float64, owner: Index, count: Index, statistic: str) -> Float64:
         return np.asarray(np.bincount(owner, weights=y, minlength=n) / size, np.float64)
     power = np.bincount(owner, weights=np.exp(2.0 * np.minimum(y, 300.0)), minlength=n) / size
     return np.asarray(0.5 * np.log(np.maximum(power, np.exp(2.0 * _LOW))), np.float64)
+
+
+def _evenly(rows: Bool, owner: Index, wanted: Index) -> Bool:
+    """`wanted` (one a sample) of each sample's rows, evenly spread over them.
+
+    The log RMS of heavy-tailed values grows with their number: only equal numbers on both sides compare.
+    """
+    at = np.flatnonzero(rows)
+    count = np.bincount(owner[at], minlength=len(wanted))
+    rank = np.arange(len(at)) - (np.cumsum(count) - count)[owner[at]]
+    n, k = count[owner[at]], wanted[owner[at]]
+    out = np.zeros_like(rows)
+    out[at[(rank * k + k + n // 2) // n > (rank * k + n // 2) // n]] = True
+    return out
+
+
+def _length_free(value: Float64, count: Index, usable: Bool) -> Float64:
+    """A tail statistic less the trend by which it grows with a sample's tokens (least squares on their log).
+
+    As in `_evenly`: more tokens catch more of a heavy tail, in honest samples too. A falling trend is no such thing.
+    """
+    x = np.log(np.maximum(count, 1).astype(np.float64))
+    if np.count_nonzero(usable) < 2 or np.ptp(x[usable]) == 0.0:
+        return value
+    centred = x - x[usable].mean()
+    slope = float(np.dot(centred[usable], value[usable]) / np.dot(centred[usable], centred[usable]))
+    return np.asarray(value - max(slope, 0.0) * centred, np.float64)
 
 
 def _priority(name: str) -> tuple[int, str]:
