@@ -539,3 +539,28 @@ def test_a_disk_that_fails_while_reading_loses_nothing_that_was_read(new_writer,
     shipper.cycle(flush=True)
     assert held(url) == expected(*records)
     assert list(spool.glob("*/*.spool")) == []
+
+
+def test_a_file_of_another_writer_or_number_is_counted_and_kept_for_a_person(new_writer, spool, url) -> None:
+    writer = new_writer(dead=True)
+    records = writer.many(2)
+    (file,) = writer.directory.glob("*.spool")
+    stray = writer.directory / "00000001.spool"
+    stray.write_bytes(file.read_bytes())
+    (found,) = recover(spool)
+    assert held(url) == expected(*records)
+    assert (found.lost_bytes > 0, "says it is file 0" in str(found.problem)) == (True, True)
+    assert [p.name for p in writer.directory.glob("*.damaged")] == ["00000001.spool.damaged"]
+
+
+def test_recover_of_what_it_may_not_read_is_not_fine(new_writer, spool, monkeypatch) -> None:
+    writer = new_writer(dead=True)
+    writer.many(2)
+
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "00000000.spool")
+
+    monkeypatch.setattr(spools, "SpoolFile", refused)
+    (found,) = recover(spool)
+    assert (found.state, found.problem) == ("unreadable", "cannot read 00000000.spool: Permission denied")
+    assert cli.main(["recover", str(spool)]) == 3

@@ -62,12 +62,15 @@ def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool,
     """Ship what a crashed job left in SPOOL; say what was saved.
 
     SPOOL is a spool directory or one writer's directory in it. Exit codes: 0 nothing was lost; 1 the bucket did not
-    take the events, they stay in the spool; 3 bytes that were no whole event are lost, the rest was saved.
+    take the events, they stay in the spool; 3 bytes that were no whole event are lost, or a file cannot be read; the
+    rest was saved.
     """
     from rlk_ledger.recover import recover as save
 
     found = save(spool, url, assume_dead)
-    code = 1 if any(r.waiting for r in found) else 3 if any(r.lost_bytes for r in found) else 0
+    code = (
+        1 if any(r.waiting for r in found) else 3 if any(r.lost_bytes or r.state == "unreadable" for r in found) else 0
+    )
     if as_json:
         terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "writers": found})
         ctx.exit(code)
