@@ -295,3 +295,52 @@ def test_rounded_values_differ_no_more_where_there_are_more_of_them(case: Case, 
         case.score("rollout", f"s{i}", r)
         case.score("training", f"s{i}", t)
     assert "drift.split" not in case.found()
+
+
+@pytest.mark.parametrize(("shift", "named"), [(-0.08, True), (-0.4, False)])
+def test_a_shift_beyond_the_declared_top_p_is_no_renormalisation(case: Case, shift: float, named: bool) -> None:
+    """top_p 0.9 keeps at least that mass: it moves a log-probability by 0.105 at most."""
+    for i in range(10):
+        rollout, _ = case.values()
+        training = (rollout + shift * case.rng.uniform(0.8, 1.0, N)).astype(np.float32)
+        case.sample(f"s{i}", sampling={"temperature": 1.0, "top_p": 0.9})
+        case.score("rollout", f"s{i}", rollout)
+        case.score("training", f"s{i}", training)
+    assert ("sampling.support" in case.found()) == named
+
+
+def test_a_neighbour_that_is_only_somewhat_closer_is_no_shift(case: Case) -> None:
+    """Values of neighbouring tokens resemble each other in smooth text; large noise then hides which is which."""
+    for i in range(10):
+        smooth = -2.0 + np.cumsum(case.rng.normal(0, 0.05, N))
+        rollout = smooth + case.rng.normal(0, 0.3, N)
+        training = 0.6 * smooth + 0.4 * np.roll(rollout, 1) - 0.1
+        case.sample(f"s{i}")
+        case.score("rollout", f"s{i}", np.minimum(rollout, 0).astype(np.float32))
+        case.score("training", f"s{i}", np.minimum(training, 0).astype(np.float32))
+    assert "alignment.shift" not in case.found()
+
+
+@pytest.mark.parametrize(("layouts", "told"), [(("A", "A"), False), (("A", "B"), True)])
+def test_two_passes_in_one_layout_say_nothing_about_layouts(case: Case, layouts: Any, told: bool) -> None:
+    case.both("s")
+    rollout, training = case.values()
+    case.sample("t")
+    case.score("rollout", "t", rollout)
+    for layout, offset in zip(layouts, (0.0, 0.01)):
+        case.score("training", "t", training - np.float32(offset), pass_id=f"p{offset}", layout_id=layout)
+    found = {f.finding_id for f in audit(case.history()).findings}
+    assert ("layout.sensitive" in found) == told
+
+
+@pytest.mark.parametrize(("seeds", "named"), [((1, 1), True), ((1, 2), False)])
+def test_raw_values_understate_how_often_cold_sampling_repeats(case: Case, seeds: Any, named: bool) -> None:
+    """At a low temperature two seeds may well give one answer that the raw log-probabilities call improbable."""
+    body = {**BODY, "mode": "raw", "temperature": 0.2}
+    for writer in ("r", "t"):
+        declared = case.log.add(writer, "contract.declared", kind="logprob", version="1", body=body)
+    case.contract = declared["contract_id"]
+    for i, seed in enumerate(seeds):
+        sampling = {"temperature": 0.2, "seed": seed}
+        case.both(f"s{i}", tokens=np.arange(N, dtype=np.int32), group_id="g", sampling=sampling)
+    assert ("group.duplicates" in case.found()) == named
