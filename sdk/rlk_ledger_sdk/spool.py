@@ -8,7 +8,7 @@ exception at any instruction harmless:
 2. roll: the new file is complete under a temporary name (`_fresh`), is renamed, and only then adopted. `resync`
    adopts a renamed file and forgets one that was not renamed.
 3. close: no file can be written or made any more. A fork may come inside any step; the child closes the parent's spool
-   at once, so what it was doing ends with an exception, and its temporary names are not the parent's.
+   at once, so what it was doing there ends with an exception, and a file one of the two makes is never the other's.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class _File(msgspec.Struct, gc=False):
     """An open spool file and everything that depends on which file is open."""
 
     path: Path
+    temporary: Path
     number: int
     fd: int
     size: int
@@ -137,6 +138,7 @@ class SpoolWriter:
                 self._adopt(fresh)
             else:
                 self._fresh = None
+                fresh.temporary.unlink(missing_ok=True)
                 fresh.close()
         file = self._file
         if file is None:
@@ -183,12 +185,14 @@ class SpoolWriter:
             try:
                 self._directory.mkdir(mode=0o700, exist_ok=True)
                 self._fresh = fresh = self._prepare(self.number + 1, size)
-                temporary = self._temporary(fresh.number)
                 if self.closed:
                     fresh.close()
-                    temporary.unlink(missing_ok=True)
                     raise Full(f"the spool {self._directory} was closed while a file was made")
-                temporary.rename(fresh.path)
+                try:
+                    fresh.temporary.rename(fresh.path)
+                except FileNotFoundError:
+                    if not fresh.path.exists():  # else a child, forked at this very call, renamed it
+                        raise
                 break
             except OSError as error:
                 if size == least:
@@ -213,9 +217,7 @@ class SpoolWriter:
         """A complete spool file under its temporary name: allocated, header written, mapped."""
         first_seq = self.at[1]
         header = encode_header(msgspec.structs.replace(self._header, file_number=number, first_seq=first_seq))
-        path = self._temporary(number)
-        path.unlink(missing_ok=True)  # what an interrupted roll left; never truncated, for another may have it mapped
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path, fd = self._temporary(number)
         try:
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, header, 0)
@@ -223,14 +225,14 @@ class SpoolWriter:
             if data is not None:
                 os.close(fd)  # a mapping keeps a descriptor of its own
                 fd = -1
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
-                os.close(fd)
                 path.unlink()
+                os.close(fd)
             raise
         final = self._directory / f"{number:08d}.spool"
         seed = crc_seed(self._header.writer_id, number)
-        return _File(final, number, fd, size, len(header), seed, first_seq, data)
+        return _File(final, path, number, fd, size, len(header), seed, first_seq, data)
 
     def _adopt(self, fresh: _File) -> None:
         """Switches to a renamed file; running it twice is the same as once."""
@@ -247,8 +249,13 @@ class SpoolWriter:
         if old is not None and old is not fresh:
             old.close()
 
-    def _temporary(self, number: int) -> Path:
-        return self._directory / f".{number:08d}.{os.getpid()}.tmp"
+    def _temporary(self, number: int) -> tuple[Path, int]:
+        """A new file under a name nobody else has, opened: (its path, its descriptor)."""
+        while not self.closed:
+            path = self._directory / f".{number:08d}.{os.urandom(4).hex()}.tmp"
+            with contextlib.suppress(FileExistsError):  # a child, forked at this very line, took the name
+                return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        raise Full(f"the spool {self._directory} was closed before a file was made")
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
