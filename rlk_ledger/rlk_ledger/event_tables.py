@@ -12,9 +12,9 @@ import msgspec
 import pyarrow as pa
 
 from rlk_ledger.ledger import Ledger, Run
-from rlk_ledger.records import REGISTERED, list_type
+from rlk_ledger.records import list_type
 from rlk_ledger.segments import read_segment
-from rlk_ledger_schemas.arrays import ITEMSIZE
+from rlk_ledger_schemas.arrays import ArraySpec
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.columns import array_column
 from rlk_ledger_schemas.errors import FormatError, LedgerError
@@ -58,7 +58,8 @@ def _arrow_type(hint: Any) -> pa.DataType:
 def event_table(ledger: Ledger, runs: Sequence[str], kinds: Sequence[str], arrays: bool = False) -> pa.Table:
     """The events of `kinds` in `runs` as a table with a `type` column when there are several kinds."""
     types = field_types(kinds)
-    wanted = {a: REGISTERED[a] for k in kinds for n, s in REGISTRY[k].arrays.items() for a in _columns(n, s.dtype)}
+    specs = {name: spec for kind in kinds for name, spec in REGISTRY[kind].arrays.items()}
+    wanted = {array_column(name, dtype): dtype for name, spec in specs.items() for dtype in _dtypes(spec)}
     columns: dict[str, list[Any]] = {name: [] for name in types}
     kind_of: list[str] = []
     lists: dict[str, list[pa.ChunkedArray]] = {name: [] for name in wanted}
@@ -70,21 +71,22 @@ def event_table(ledger: Ledger, runs: Sequence[str], kinds: Sequence[str], array
                 for name, values in columns.items():
                     values.append(_cell(fields.get(name), types[name]))
             for name in lists if arrays else ():
-                lists[name].append(_list(table, name, wanted[name][1]))
+                lists[name].append(_list(table, name, wanted[name]))
     out = {"type": pa.array(kind_of, pa.string())} if len(kinds) > 1 else {}
     out |= {name: pa.array(values, types[name]) for name, values in columns.items()}
     if arrays:
-        for name, (_, dtype) in wanted.items():
+        for name, dtype in wanted.items():
             out[name] = pa.chunked_array([c for part in lists[name] for c in part.chunks], list_type(dtype))
     return pa.table(out)
 
 
-def _columns(name: str, dtype: str) -> list[str]:
-    return [c for c in (array_column(name, dtype), array_column(name, "uint64")) if c in REGISTERED]
+def _dtypes(spec: ArraySpec) -> tuple[str, ...]:
+    """The dtypes an array may be stored in: token ids become uint64 under `redaction = hash`."""
+    return (spec.dtype, "uint64") if spec.tokens else (spec.dtype,)
 
 
 def _list(table: pa.Table, name: str, dtype: str) -> pa.ChunkedArray:
-    if name in table.schema.names and dtype in ITEMSIZE:
+    if name in table.schema.names:
         return table[name]
     return pa.chunked_array([pa.nulls(len(table), list_type(dtype))])
 

@@ -120,10 +120,13 @@ def _from_sequence(items: Any, dtype: str, where: str) -> bytes:
 
 
 def _plain_integers(items: Any, where: str) -> list[int]:
+    mask = where.rpartition(".")[2] == "loss_mask"  # trainers keep masks as bools and floats
     out = []
     for i, item in enumerate(items):
-        if isinstance(item, bool) and where.rpartition(".")[2] != "loss_mask":
+        if isinstance(item, bool) and not mask:
             raise EventError(f"`{where}[{i}]` is a bool, not an int.")
+        if mask and isinstance(item, float) and item.is_integer():
+            item = int(item)
         if not hasattr(item, "__index__"):
             raise EventError(f"`{where}[{i}]` must be an int, got {item!r}.")
         out.append(item.__index__())
@@ -165,7 +168,7 @@ def _from_numpy(value: Any, dtype: str, where: str) -> bytes:
         if have.isnative:
             _numpy_dtype[dtype] = have
         return value.tobytes()  # type: ignore[no-any-return]
-    if have.kind not in "iufb" or (dtype in _INTEGERS and have.kind == "f"):
+    if have.kind not in "iufb" or (dtype in _INTEGERS and have.kind == "f" and dtype != "uint8"):
         raise EventError(f"`{where}` is {dtype} on the wire and {have.name} does not convert to it exactly.")
     if have.kind == "b" and dtype != "uint8":
         raise EventError(f"`{where}` is {dtype} on the wire, got booleans.")
@@ -173,7 +176,7 @@ def _from_numpy(value: Any, dtype: str, where: str) -> bytes:
     if dtype in _INTEGERS and not (out == value).all():
         low, high = _RANGE[dtype]
         bad = int((out != value).argmax())
-        raise EventError(f"`{where}[{bad}]` is {value[bad]}, outside {dtype} ({low} to {high}).")
+        raise EventError(f"`{where}[{bad}]` is {value[bad]}; {dtype} holds whole numbers from {low} to {high}.")
     if dtype == "float32" and have.str == "<f8" and (sys.modules["numpy"].isinf(out) & (abs(value) < 1e308)).any():
         raise EventError(f"`{where}` holds finite values that float32 cannot hold.")
     return out.tobytes()  # type: ignore[no-any-return]

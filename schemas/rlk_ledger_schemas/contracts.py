@@ -22,7 +22,14 @@ _CLASSES: dict[str, dict[FieldClass, tuple[str, ...]]] = {
             "alignment",
             "sentinel_policy",
         ),
-        "numeric": ("head_dtype", "logits_dtype", "downcast_point", "reduction_order", "reduction_dtype"),
+        "numeric": (
+            "compute_dtype",
+            "head_dtype",
+            "logits_dtype",
+            "downcast_point",
+            "reduction_order",
+            "reduction_dtype",
+        ),
         "path": ("execution_path",),
     },
     "attention": {

@@ -115,8 +115,11 @@ def load_config(
     shipper = get("shipper") or _env("RLK_SHIPPER") or "process"
     on_error = get("on_error") or _env("RLK_ON_ERROR") or ("raise" if "PYTEST_CURRENT_TEST" in os.environ else "warn")
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
+    address = _url(url)
+    if address.startswith("memory://") and shipper == "process":
+        raise ConfigError(f"init: {address} lives in one process only; pass shipper='inline', or use a directory.")
     return Config(
-        url=_url(url),
+        url=address,
         run_id=_run_id(get("run_id")),
         spool=spool,
         spool_named=spool_named,

@@ -88,7 +88,7 @@ def test_nothing_the_caller_owns_survives_construction() -> None:
         (
             "rollout.sample",
             SAMPLE | {"response_token_ids": numpy.array([1, 2**40, 3])},
-            "[1]` is 1099511627776, outside",
+            "[1]` is 1099511627776; int32 holds",
         ),
         ("rollout.sample", SAMPLE | {"response_token_ids": numpy.array([1.0, 2.0, 3.0])}, "does not convert"),
         ("rollout.sample", SAMPLE | {"loss_mask": [1, 0]}, "`loss_mask` has 2 entries for 3"),
@@ -119,6 +119,24 @@ def test_a_wrong_event_is_refused_in_one_sentence_that_names_the_place(
         check(type_name, **fields)
     assert said in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_may_be_bools_or_whole_floats_and_nothing_else() -> None:
+    torch = pytest.importorskip("torch")
+    for mask in (
+        [1, 0, 1],
+        [True, False, True],
+        [1.0, 0.0, 1.0],
+        numpy.array([1.0, 0.0, 1.0]),
+        numpy.array([True, False, True]),
+        torch.tensor([1.0, 0.0, 1.0]),
+        torch.tensor([1, 0, 1], dtype=torch.bfloat16),
+    ):
+        _, arrays = check("rollout.sample", **SAMPLE | {"loss_mask": mask})
+        assert arrays["loss_mask"].data == b"\1\0\1"
+    for bad in ([1.0, 0.5, 1.0], numpy.array([1.0, 0.5, 1.0]), numpy.array([1.0, numpy.nan, 1.0]), [1.0, -1.0, 0.0]):
+        with pytest.raises(EventError, match="loss_mask"):
+            check("rollout.sample", **SAMPLE | {"loss_mask": bad})
 
 
 def test_numpy_scalars_are_plain_numbers() -> None:

@@ -76,6 +76,7 @@ def test_a_malformed_option_is_one_sentence(tmp_path, options, says):
         ("https://example.org/x", "unknown scheme"),
         ("s3://key:secret@bucket/x", "credentials"),
         ("/tmp/a\0b", "not a path or a URL"),
+        ("memory://x", "pass shipper='inline'"),
     ],
 )
 def test_a_malformed_url_is_one_sentence_and_never_shows_a_secret(tmp_path, url, says):

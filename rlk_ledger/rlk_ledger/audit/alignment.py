@@ -51,7 +51,15 @@ def detect(view: View) -> Iterable[Finding]:
         if known
         else "convention (a shift looks alike from both sides)",
     }
-    yield Finding("alignment.shift", where, evidence)
+    yield Finding("alignment.shift", where, evidence, "" if known else _either(lag))
+
+
+def _either(lag: int) -> str:
+    """What to do when nothing in the values tells which side moved."""
+    return (
+        f"Look at both sides: rollout shifted by {lag:+d} and training by {-lag:+d} look alike here; entry i must score "
+        f"token i given the tokens before it."
+    )
 
 
 def best_lag(pair: PairedSample) -> tuple[int, float, float] | None:
