@@ -57,8 +57,8 @@ def detect(view: View) -> Iterable[Finding]:
 def _either(lag: int) -> str:
     """What to do when nothing in the values tells which side moved."""
     return (
-        f"Look at both sides: rollout shifted by {lag:+d} and training by {-lag:+d} look alike here; entry i must score "
-        f"token i given the tokens before it."
+        f"Look at both sides: rollout shifted by {lag:+d} and training by {-lag:+d} look alike here; "
+        f"entry i must score token i given the tokens before it."
     )
 
 
