@@ -57,10 +57,16 @@ def _locked(fd: int, wait_s: float) -> bool:
             return True
 
 
-def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, linger_s: float = LINGER_S) -> int:
+def serve(
+    spool: Path,
+    until_idle: bool,
+    stop: threading.Event | None = None,
+    linger_s: float = LINGER_S,
+    tell: Callable[[str], None] = lambda error: None,
+) -> int:
     """Ships until told to stop, or until idle for `linger_s` seconds; 0, or 1 when it gave up on a bucket.
 
-    Returns 0 at once when another shipper serves the spool.
+    Returns 0 at once when another shipper serves the spool. `tell` hears of each different error once.
     """
     stop = stop or threading.Event()
     with elected(spool) as lock:
@@ -69,7 +75,7 @@ def serve(spool: Path, until_idle: bool, stop: threading.Event | None = None, li
         shipper = Shipper(spool, _shared, workers=_WORKERS)
         claim(lock, shipper)
         try:
-            return _loop(shipper, lock, until_idle, stop, linger_s)
+            return _loop(shipper, lock, until_idle, stop, linger_s, tell)
         finally:
             shipper.close()
 
@@ -81,10 +87,21 @@ def _shared(url: str) -> Store:
     return open_store(url)
 
 
-def _loop(shipper: Shipper, lock: int, until_idle: bool, stop: threading.Event, linger_s: float) -> int:
+def _loop(
+    shipper: Shipper,
+    lock: int,
+    until_idle: bool,
+    stop: threading.Event,
+    linger_s: float,
+    tell: Callable[[str], None],
+) -> int:
     idle_since = time.monotonic()
+    told: set[str] = set()
     while not stop.is_set() and _holds(lock, shipper.spool):
         busy = shipper.cycle(flush=until_idle and not _live(shipper), patient=True)
+        for error in set(shipper.errors()) - told:
+            told.add(error)
+            tell(error)
         if busy or not shipper.idle():
             idle_since = time.monotonic()
         elif until_idle and time.monotonic() - idle_since >= linger_s:

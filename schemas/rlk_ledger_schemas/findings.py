@@ -233,7 +233,8 @@ FINDINGS: dict[str, FindingType] = {
         "error",
         "all responses of a group are identical",
         "rollout.sample with group_id",
-        "select group_id, count(distinct token_digest) from samples where run_id = $run group by 1",
+        "select group_id, count(*) samples, count(distinct response_token_ids__int32) different "
+        "from samples where run_id = $run group by 1",
         "Give every sample of a group its own seed.",
     ),
     "coverage.unobserved": _f(

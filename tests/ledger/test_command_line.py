@@ -181,8 +181,7 @@ def test_recover_can_send_the_events_elsewhere(capsys, new_writer, spool: Path, 
 def test_ship_until_idle_ships_what_dead_writers_left(capsys, new_writer, spool: Path, url: str, monkeypatch) -> None:
     from rlk_ledger import service
 
-    monkeypatch.setattr(service._loop, "__defaults__", None)
-    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0, lambda error: None))
     new_writer(dead=True).many(2)
     code, out, _ = run(capsys, "ship", "--spool", str(spool), "--until-idle", "--json")
     assert code == 0
@@ -224,6 +223,20 @@ def test_text_wraps_at_a_narrow_terminal(ledger: str, monkeypatch: pytest.Monkey
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()
     assert any("response tokens" in line or "response" in line for line in lines)
     assert max(map(len, lines)) <= 50
+
+
+def test_ship_says_once_what_is_in_its_way(capsys, new_writer, spool: Path, tmp_path: Path, monkeypatch) -> None:
+    from rlk_ledger import outbox, service
+
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(service, "GIVE_UP", 3)
+    monkeypatch.setattr(outbox, "_FIRST_BACKOFF_S", 0.01)
+    new_writer(url=str(tmp_path / "file"), dead=True).many(2)
+    code, out, err = run(capsys, "ship", "--spool", str(spool), "--until-idle")
+    assert code == 1
+    assert err.count("waiting: ") == 1
+    assert str(tmp_path / "file") in err
+    assert f"The events are safe in {spool}" in " ".join(out.split())
 
 
 def test_ship_says_when_another_shipper_serves(capsys, spool: Path) -> None:

@@ -44,7 +44,7 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> No
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    code = serve(spool, until_idle, stop)
+    code = serve(spool, until_idle, stop, tell=lambda error: click.echo(f"waiting: {error}", err=True))
     if as_json:
         terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code})
     elif code:
