@@ -25,8 +25,7 @@ from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledg
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    import duckdb
-
+    from rlk_ledger.result import Result
     from rlk_ledger_sdk.recorder import Recorder
 
 _READERS = 8
@@ -186,11 +185,12 @@ class Ledger:
 
         return writer(self, run_id, role, **options)
 
-    def sql(self, query: str, params: dict[str, Any] | list[Any] | None = None) -> "duckdb.DuckDBPyRelation":
-        """The result of a read-only query over the views; see `rlk_ledger.views`."""
+    def sql(self, query: str, params: dict[str, Any] | list[Any] | None = None) -> "Result":
+        """The result of a read-only query over the views, as .df(), .pl() or .arrow(); see `rlk_ledger.views`."""
         from rlk_ledger import views
+        from rlk_ledger.result import Result
 
-        return views.sql(self, query, params)
+        return Result(views.sql(self, query, params))
 
 
 def open_ledger(url: str) -> Ledger:

@@ -1,5 +1,7 @@
 """SQL over a ledger: what the views hold, what they read, and what they refuse."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -96,6 +98,18 @@ def test_only_segments_with_the_wanted_types_are_read(ledger: Ledger, segments_r
     assert all("/one/" in path for path in segments_read)
     ledger.sql("select * from runs").fetchall()
     assert len(segments_read) == few
+
+
+def test_a_result_is_an_arrow_table_or_says_what_another_form_needs(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = ledger.sql("select step, count(*) n from samples where run_id = 'two' group by 1 order by 1")
+    table = result.arrow()
+    assert [tuple(row.values()) for row in table.to_pylist()] == result.fetchall()
+    for method, library in (("df", "pandas"), ("pl", "polars")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(UsageError, match=rf"^sql\(\)\.{method}\(\) needs {library}: pip install {library}"):
+            getattr(result, method)()
 
 
 def test_a_run_named_by_a_parameter_limits_what_is_read(ledger: Ledger, segments_read: list[str]) -> None:
