@@ -86,8 +86,8 @@ def summary(name: str) -> str:
 def cli() -> None:
     """Record what both engines of an RL run did, verify the record, name the drift.
 
-    Every command takes --ledger URL (or RLK_LEDGER), --json for machines, and --debug for a traceback. Exit codes:
-    0 fine, 1 a finding of severity error, 2 the command could not do its work, 3 something is missing.
+    Every command that reads a ledger takes --ledger URL (or RLK_LEDGER), every one --json and --debug (a
+    traceback). Exit codes: 0 fine, 1 a finding of severity error, 2 the command could not do its work, 3 something is missing.
     """
 
 

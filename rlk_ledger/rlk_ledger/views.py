@@ -110,6 +110,7 @@ def _explained(error: duckdb.Error) -> str:
     """DuckDB's first line, and the views when a name is unknown."""
     lines = str(error).strip().splitlines()
     first = lines[0].removeprefix("Catalog Error: ").removeprefix("Binder Error: ").removeprefix("Parser Error: ")
+    first = first.removeprefix("Invalid Input Error: ")
     if isinstance(error, duckdb.PermissionException):
         return "queries read the ledger's views only, no files and no extensions."
     if "does not exist" in first and "Table" in first:

@@ -95,7 +95,8 @@ def _rewritten(data: bytes, receipt: Receipt) -> tuple[int, int, str] | None:
         return (footer, len(data), "the footer was changed, every page is as written") if same else None
     differing = np.flatnonzero(np.frombuffer(again, np.uint8) != np.frombuffer(data, np.uint8))
     first, last = int(differing[0]), int(differing[-1])
-    return first, last + 1, f"{len(differing)} bytes were changed, the events still decode"
+    changed = "1 byte was" if len(differing) == 1 else f"{len(differing)} bytes were"
+    return first, last + 1, f"{changed} changed, the events still decode"
 
 
 def _damaged_page(data: bytes) -> tuple[int, int, str]:
