@@ -87,7 +87,8 @@ def cli() -> None:
     """Record what both engines of an RL run did, verify the record, name the drift.
 
     Every command that reads a ledger takes --ledger URL (or RLK_LEDGER), every one --json and --debug (a
-    traceback). Exit codes: 0 fine, 1 a finding of severity error, 2 the command could not do its work, 3 something is missing.
+    traceback). Exit codes: 0 fine, 1 a finding of severity error, 2 the command could not do its work, 3 something is
+    missing.
     """
 
 

@@ -31,6 +31,8 @@ class _Select(NamedTuple):
 
 def scope(query: str, params: Params = None) -> Scope:
     """The scope of one SELECT query; raises UsageError when it does not parse or is anything but a SELECT."""
+    if not isinstance(query, str):
+        raise UsageError(f"a query is one SELECT as text, got {query!r}.")
     with duckdb.connect(":memory:") as connection:
         row = connection.execute("select json_serialize_sql(?)", [query]).fetchall()[0]
     tree = json.loads(row[0])

@@ -61,7 +61,14 @@ def sha256(data: bytes) -> str:
 
 
 def contract_id(kind: str, version: str, body: Mapping[str, Any]) -> str:
-    """The id of a contract: sha256 of the RFC 8785 JSON of {kind, version, body}. Raises FingerprintError."""
+    """The id of a contract: sha256 of the RFC 8785 JSON of {kind, version, body}. Raises FingerprintError.
+
+    Only what `contract.declared` takes has an id: `kind` and `version` are strings, `body` maps names to values.
+    """
+    for name, value, wanted in (("kind", kind, str), ("version", version, str), ("body", body, Mapping)):
+        if not isinstance(value, wanted):
+            what = "a string" if wanted is str else "a mapping"
+            raise FingerprintError(f"contract_id: `{name}` must be {what}, got {value!r}.")
     try:
         return sha256(canonical_json({"kind": kind, "version": version, "body": body}))
     except RecursionError:

@@ -287,6 +287,8 @@ def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     for what, value, variable, default in (("rank", given[0], "RANK", 0), ("world_size", given[1], "WORLD_SIZE", 1)):
         raw = value if value is not None else _env(variable) if rank is None else None
         raw = default if raw is None else raw
+        if isinstance(raw, bool):
+            raise ConfigError(f"init: {what} must be an integer, got {raw!r}.")
         try:
             place.append(int(raw) if isinstance(raw, str) else raw.__index__())
         except (ValueError, AttributeError, TypeError):

@@ -38,6 +38,9 @@ def sum64x2(name: str, tensor: Any, start: int = 0) -> tuple[int, int]:
 
 def state_digest(tensors: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """(digest of all, digest of each) of named tensors, as `sum64x2:<32 hex>`; raises UsageError."""
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors)
+        raise UsageError(f"weights: give a mapping of names to tensors, got {kind.__module__}.{kind.__name__}.")
     pairs = {name: sum64x2(name, tensor) for name, tensor in tensors.items()}
     return sum64x2_digest(pairs.values()), {name: sum64x2_digest([pair]) for name, pair in pairs.items()}
 

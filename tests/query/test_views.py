@@ -158,6 +158,7 @@ def test_the_scope_of_a_query(query: str, params: object, views: set[str], runs:
         "set threads = 1",
         "select 1; select 2",
         "selct 1",
+        1,
         "select * from read_csv('/etc/hostname')",
         "select * from '/etc/hostname'",
         "select * from nothing_like_this",

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import struct
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -55,6 +56,14 @@ def test_what_json_cannot_hold_is_refused_never_stringified(value: object, place
     with pytest.raises(FingerprintError) as caught:
         fp.canonical_json(value)
     assert f"`{place}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"), [((1, "1", {}), "kind"), (("logprob", 1, {}), "version"), (("logprob", "1", []), "body")]
+)
+def test_what_cannot_be_declared_has_no_contract_id(declared: Any, name: str) -> None:
+    with pytest.raises(FingerprintError, match=f"`{name}` must be a"):
+        fp.contract_id(*declared)
 
 
 def test_two_to_the_53_is_the_last_integer() -> None:

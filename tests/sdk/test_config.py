@@ -30,6 +30,7 @@ from rlk_ledger_sdk.config import load_config
         ({"rank": 4, "world_size": 4}, "outside a world"),
         ({"rank": "three"}, "rank must be an integer"),
         ({"rank": 1.5}, "rank must be an integer"),
+        ({"rank": True, "world_size": 2}, "rank must be an integer"),
         ({"world_size": 0}, "outside a world"),
         ({"roles": {"rollout": "eight"}}, "roles"),
         ({"roles": ["rollout"]}, "roles"),

@@ -83,5 +83,7 @@ def test_state_digest_covers_every_tensor_in_any_order():
     "value", [[1.0], b"abc", None, np.array(["a"]), np.ones(2, "c8"), torch.ones(2).to(torch.cfloat)]
 )
 def test_anything_else_is_refused_by_name(value):
+    with pytest.raises(UsageError, match="a mapping of names to tensors"):
+        weights.state_digest([value])
     with pytest.raises(UsageError, match=r"'model\.w'"):
         weights.state_digest({"model.w": value})
