@@ -6,6 +6,8 @@ the fork came from C code that runs no Python hook. Where the kernel refuses the
 
 import mmap
 import os
+import sys
+from collections.abc import Callable
 from typing import Protocol
 
 _WIPE_ON_FORK = 18
@@ -34,6 +36,21 @@ def new_mark() -> Mark:
         return _PidMark()
     page[0] = 1
     return page
+
+
+def on_worker_exit(callback: Callable[[], None]) -> None:
+    """Runs `callback` when this process ends as a forked multiprocessing worker.
+
+    Such a worker leaves by os._exit, past every atexit hook; a spawned one does not, and needs nothing here.
+    """
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None:
+        return
+    from multiprocessing import get_start_method
+    from multiprocessing.util import Finalize
+
+    if get_start_method(allow_none=True) != "spawn":
+        Finalize(None, callback, exitpriority=-100)  # below 0: after the worker joined children of its own
 
 
 NO_PROCESS: Mark = b"\0"

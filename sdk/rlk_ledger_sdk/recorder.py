@@ -31,7 +31,7 @@ from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.config import Config
 from rlk_ledger_sdk.durability import Durability
 from rlk_ledger_sdk.filesystem import method_for, name_of
-from rlk_ledger_sdk.forks import NO_PROCESS, new_mark
+from rlk_ledger_sdk.forks import NO_PROCESS, new_mark, on_worker_exit
 from rlk_ledger_sdk.gaps import Losses
 from rlk_ledger_sdk.missing import without_none
 from rlk_ledger_sdk.place import prepare_spool
@@ -87,6 +87,8 @@ class Recorder:
         self.directory = directory
         self.writer_id: str = writer_id  # after all that can fail: until then a forked child knows its parent's
         self._mark = new_mark()
+        if config.shipper != "inline":  # shipping inline needs libraries that do not survive a fork
+            on_worker_exit(lambda: self.close("exit", timeout=0))
 
     def _new_lock(self) -> None:
         self._lock = threading.RLock()

@@ -160,6 +160,7 @@ def test_multiprocessing_children_record_by_themselves(opened, method, tmp_path,
         if name != parent.writer_id:
             writer = next(e for e in image.events if e.type == "writer.opened")
             assert writer.fields["parent_writer"] == parent.writer_id
+            assert image.events[-1].type == "writer.closed"  # a worker that ended by itself was not killed
 
 
 def test_a_process_initialises_itself_from_the_environment(tmp_path):
