@@ -17,6 +17,7 @@ SHORT = {
     "cache": "cache.hit",
     "chunk": "prefill.chunked",
     "length": "length.response",
+    "rank": "training.writer.rank",
     "shard": "training.shard_rank",
     "layout": "layout_id",
     "group": "group_id",

@@ -97,6 +97,17 @@ def test_drift_by_dimensions_and_the_worst_tokens(url: str, capsys: pytest.Captu
             assert place[name] is not None
 
 
+def test_drift_by_rank_is_that_of_the_training_side(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "drift", "one", "--by", "rank", "--json", "--ledger", url)
+    long, same, _ = run(capsys, "drift", "one", "--by", "training.writer.rank", "--json", "--ledger", url)
+    assert (code, long) == (0, 0)
+    rows, expected = json.loads(out)["rows"], json.loads(same)["rows"]
+    assert [(r["level"]["rank"], r["tokens"]) for r in rows] == [
+        (r["level"]["training.writer.rank"], r["tokens"]) for r in expected
+    ]
+    assert sum(r["tokens"] for r in rows) == 96
+
+
 def test_drift_prints_for_people(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "drift", "one", "--by", "cache", "--worst", "1", "--ledger", url)
     assert code == 0

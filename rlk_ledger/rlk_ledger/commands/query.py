@@ -142,8 +142,8 @@ def _csv(table: "pa.Table") -> bytes:
 def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json: bool) -> None:
     """Show a run's drift: its metrics, split by step, engine, rank, cache ... and its worst tokens.
 
-    --by takes step, group, sample, engine, version, turn, cache, chunk, length, shard, layout, position or any recorded
-    dimension; an unknown one lists them all. Nothing here is judged: a size of drift is judged by replay.
+    --by takes step, group, sample, engine, rank (of training), version, turn, cache, chunk, length, shard, layout,
+    position or any recorded dimension; an unknown one lists them all. Nothing here is judged: a size of drift is judged by replay.
     """
     from rlk_ledger import drift as tables
     from rlk_ledger.audit.finding import plain
