@@ -143,8 +143,8 @@ def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json:
     """Show a run's drift: its metrics, split by step, engine, rank, cache ... and its worst tokens.
 
     --by takes step, group, sample, engine, rank (of training), version, turn, cache, chunk, length, shard, layout,
-    position or any recorded dimension; an unknown one lists them all. Nothing here is judged: a size of drift is judged by
-    replay.
+    position or any recorded dimension; an unknown one lists them all. Nothing here is judged: a size of drift is judged
+    by replay.
     """
     from rlk_ledger import drift as tables
     from rlk_ledger.audit.finding import plain
