@@ -13,7 +13,7 @@ import rfc8785
 from blake3 import blake3
 
 from rlk_ledger_schemas.arrays import to_array
-from rlk_ledger_schemas.errors import FingerprintError
+from rlk_ledger_schemas.errors import EventError, FingerprintError
 
 MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
@@ -81,8 +81,11 @@ def token_digest(token_ids: Any) -> str:
 
 
 def mask_digest(loss_mask: Any) -> str:
-    """SHA-256 over the mask bytes, one byte a token."""
-    return sha256(to_array(loss_mask, "uint8", "loss_mask").data)
+    """SHA-256 over the mask bytes, one byte a token; raises EventError for anything but 0 and 1."""
+    data = to_array(loss_mask, "uint8", "loss_mask").data
+    if data.strip(b"\0\1"):
+        raise EventError("`loss_mask` must hold 0 and 1 only.")
+    return sha256(data)
 
 
 def file_digest(path: str | Path) -> str:

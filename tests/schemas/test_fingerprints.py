@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_ledger_schemas import fingerprints as fp
-from rlk_ledger_schemas.errors import FingerprintError
+from rlk_ledger_schemas.errors import EventError, FingerprintError
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**53) + 1, 2**53 - 1),
@@ -83,6 +83,12 @@ def test_digests_are_their_definitions() -> None:
     body = {"kind": "logprob", "version": "1", "body": {"temperature": 1.0}}
     text = b'{"body":{"temperature":1},"kind":"logprob","version":"1"}'
     assert fp.contract_id(**body) == "sha256:" + hashlib.sha256(text).hexdigest()
+
+
+def test_a_mask_of_other_numbers_has_no_digest() -> None:
+    assert fp.mask_digest([1.0, 0.0]) == fp.mask_digest([True, False]) == fp.mask_digest([1, 0])
+    with pytest.raises(EventError, match="0 and 1 only"):
+        fp.mask_digest([2])
 
 
 def test_file_digest_reads_whole_files(tmp_path) -> None:
