@@ -31,8 +31,6 @@ class Contact(NamedTuple):
     ledger_bytes: bytes
     run: RunInfo
     run_bytes: bytes
-    conflict: str | None
-    """How this process's declaration differs from the run in force, None when it does not."""
 
 
 def meet(store: Store, declared: RunInfo, strict: bool = False, ledger_id: str | None = None) -> Contact:
@@ -60,7 +58,7 @@ def meet(store: Store, declared: RunInfo, strict: bool = False, ledger_id: str |
         raise LedgerError(
             f"{store.locate(path)} belongs to ledger {run.ledger_id}, run {run.run_id!r}; it was copied here."
         )
-    return Contact(ledger, ledger_bytes, run, run_bytes, _conflict(mine, run))
+    return Contact(ledger, ledger_bytes, run, run_bytes)
 
 
 def first_wins(store: Store, path: str, data: bytes) -> bytes:
@@ -129,13 +127,3 @@ def _decoded(decode: Callable[[bytes, str], _Info], data: bytes, store: Store, p
         return decode(data, path)
     except FormatError as error:
         raise LedgerError(f"{store.url}: {error}") from None
-
-
-def _conflict(mine: RunInfo, run: RunInfo) -> str | None:
-    named = ("roles", "mode", "redaction", "redaction_key_id")
-    differing = [
-        f"{n} {getattr(mine, n)!r} (in force: {getattr(run, n)!r})"
-        for n in named
-        if getattr(mine, n) != getattr(run, n)
-    ]
-    return f"this process declares {', '.join(differing)}" if differing else None
