@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINES ?= .venv-engines
+ENGINES_STAMP := $(ENGINES)/.installed
 
-.PHONY: help setup demo test quick check fix bench clean
+.PHONY: help setup demo test test-engines quick check fix bench clean
 
 help:
 	@echo "make demo   install, then run the whole idea on real numbers (about two minutes)"
 	@echo "make test   install, then run every test"
+	@echo "make test-engines  install vLLM, Megatron-core and Ray, then run the tests that need them"
 	@echo "make quick  the tests that take seconds"
 	@echo "make check  lint, format, types, layers"
 	@echo "make fix    lint and format, in place"
@@ -30,6 +33,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest
 
+# The engines pin torch, numpy and transformers themselves. Their image, sound and compiler companions do not match a
+# CPU build of torch, and with torchvision present neither vllm nor transformers can be imported: they go last.
+$(ENGINES_STAMP): pyproject.toml requirements/cpu.txt requirements/engines.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINES)/bin/python -m pip install --quiet -r requirements/cpu.txt -r requirements/engines.txt
+	$(ENGINES)/bin/python -m pip install --quiet -e '.[replay,report]' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.115'
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+test-engines: $(ENGINES_STAMP)
+	$(ENGINES)/bin/python -m pytest tests/engines
+
 quick: $(STAMP)
 	$(BIN)/pytest -m "not slow and not demo"
 
@@ -47,4 +63,4 @@ bench: $(STAMP)
 	@for script in tools/bench/p*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) demo out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) demo out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -35,6 +35,10 @@ class Nothing:
         """Records nothing."""
         return NOT_RECORDED
 
+    def failed(self, event: Any, error: Exception) -> Reference:
+        """Nothing is recorded, so nothing is said."""
+        return NOT_RECORDED
+
     def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
         """There is nothing to wait for."""
         if level not in LEVELS and level != "checkpointed":

@@ -172,7 +172,7 @@ class Recorder:
         except SpoolError:
             raise
         except Exception as error:
-            return self._failed(event, error)
+            return self.failed(event, error)
         if self._deferred or self._file_number != self._spool.number:
             self._afterwards()
         return reference
@@ -330,8 +330,8 @@ class Recorder:
         self._warn(f"rejected {name}", kind, f"record({name!r}) was refused and a gap event says so: {error}")
         return self._gap("rejected", kind if self._redacts else str(error), name)
 
-    def _failed(self, event: Any, error: Exception) -> Reference:
-        """An error of the recorder itself: never into the job, always into the ledger, and raised under tests."""
+    def failed(self, event: Any, error: Exception) -> Reference:
+        """An error of the recorder itself or of an integration: never into the job, always into the ledger, and raised under tests."""
         name = event if isinstance(event, str) else type(event).__name__
         kind = type(error).__name__
         self._warn("internal", f"{name} {kind}", f"record({name!r}) failed inside the recorder: {kind}: {error}")

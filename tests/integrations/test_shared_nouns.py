@@ -1,0 +1,58 @@
+"""declare, read_back and guarded: what every integration stands on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlk_ledger
+from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.knobs import UNOBSERVABLE, read_back
+from rlk_ledger_sdk.testing import Recording, capture
+
+
+def knobs(events: Recording) -> list[tuple[str, Any, Any, str]]:
+    fields = [e.fields for e in events.of("knob.applied")]
+    return [(f["path"], f["requested"], f.get("actual"), f["status"]) for f in fields]
+
+
+def test_a_contract_is_declared_once_and_what_was_not_read_is_left_out() -> None:
+    with capture() as events:
+        first = declare("logprob", {"mode": "raw", "top_p": None})
+        assert declare("logprob", {"mode": "raw"}) == first
+    bodies = [e.fields["body"] for e in events.of("contract.declared")]
+    assert bodies == [{"mode": "raw"}]
+
+
+@pytest.mark.parametrize(
+    ("requested", "actual", "status"),
+    [(True, True, "applied"), (True, False, "fallback"), ("auto", "sdpa", "applied"), (None, 3, "applied")],
+)
+def test_the_status_of_a_setting_follows_from_its_values(requested: Any, actual: Any, status: str) -> None:
+    with capture() as events:
+        read_back("a.b", requested=requested, actual=actual, evidence="e", lifecycle="engine")
+    assert knobs(events)[0][3] == status
+
+
+def test_a_setting_that_shows_nowhere_is_unobservable_not_applied() -> None:
+    with capture() as events:
+        read_back("a.b", requested=True, actual=UNOBSERVABLE, evidence="no accessor", lifecycle="engine")
+    assert knobs(events) == [("a.b", True, None, "unobservable")]
+
+
+def test_a_mistake_of_an_integration_stays_out_of_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rlk_ledger.init(tmp_path / "l", run_id="r", role="rollout", spool=tmp_path / "s", shipper="inline", on_error="warn")
+    for _ in range(3):
+        with guarded("vllm outputs"):
+            raise KeyError("logprobs")
+    rlk_ledger.close()
+    assert caplog.text.count("vllm outputs") == 1
+    gaps = [e for _, _, e, _ in rlk_ledger.open(tmp_path / "l").read_events("r", types=["gap"])]
+    assert sum(g["last"] - g["first"] + 1 for g in gaps) == 3
+    assert {g["kind"] for g in gaps} == {"internal"}
+
+
+def test_under_tests_a_mistake_is_raised() -> None:
+    with capture(), pytest.raises(KeyError), guarded("vllm outputs"):
+        raise KeyError("logprobs")
