@@ -1,0 +1,1 @@
+"""Records what vLLM did: samples, log-probabilities, settings in force, weights held."""
