@@ -46,6 +46,13 @@ FINDINGS: dict[str, FindingType] = {
         "select * from events where type = 'contract.declared' and run_id = $run",
         "Make the named field equal on both sides, or declare what really runs.",
     ),
+    "precision.differs": _f(
+        "info",
+        "one engine computes in another precision than the other, so rounding lives on one side",
+        "contract.declared of both sides with `compute_dtype`",
+        "select * from events where type = 'contract.declared' and run_id = $run",
+        "Replay measures what it costs: within its floor nothing is wrong; above it, use one precision on both sides.",
+    ),
     "weights.not_loaded": _f(
         "error",
         "an engine kept its old weights under a new version",

@@ -93,6 +93,24 @@ def test_declared_differences(small: Small, rollout: Any, training: Any, verdict
     assert result.findings[0].where["field"] in rollout
 
 
+def test_an_engine_in_another_precision_is_said_once_and_is_no_error(small: Small) -> None:
+    for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):
+        small.bodies[side] |= {"compute_dtype": dtype, "head_dtype": dtype, "logits_dtype": dtype}
+    result = small.audit()
+    assert [(f.finding_id, f.severity) for f in result.findings] == [("precision.differs", "info")]
+    assert (result.verdict, result.exit_code) == ("pass", 0)
+
+
+@pytest.mark.parametrize("head", ["rollout", "training"])
+def test_a_head_in_a_dtype_of_its_own_is_a_difference_whatever_the_engines_compute_in(small: Small, head: str) -> None:
+    for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):
+        small.bodies[side] |= {"compute_dtype": dtype, "head_dtype": dtype, "logits_dtype": dtype}
+    small.bodies[head]["head_dtype"] = "float16"
+    result = small.audit()
+    assert ("contract.differs", "head_dtype") in {(f.finding_id, f.where["field"]) for f in result.findings}
+    assert result.exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("rollout", "training"),
     [

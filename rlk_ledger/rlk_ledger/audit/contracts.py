@@ -1,7 +1,12 @@
-"""Do the sides declare the same numeric contract? (contract.differs, evidence.incomplete)"""
+"""Do the sides declare the same numeric contract? (contract.differs, precision.differs, evidence.incomplete)
+
+An engine that runs as a whole in another precision than the other is a choice whose effect replay measures against each
+side's own floor. Its dtype fields differ with it and are one finding, `precision.differs`; a head, or any other part,
+in a dtype that is not its own engine's is a difference of contracts.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlk_ledger.audit.finding import Finding
@@ -24,11 +29,13 @@ def detect(view: View) -> Iterable[Finding]:
         if held["rollout"] and held["training"]:
             used[held["rollout"][0].first.contract_id, held["training"][0].first.contract_id] += 1
     found: dict[str, Finding] = {}
+    precisions: set[Precision] = set()
     for (left, right), samples in used.items():
         for finding in _scores(view, left, right, samples):
             found.setdefault(f"{finding.where.get('kind')}.{finding.where.get('field')}", finding)
+        precisions.add(_precision(view.history.contracts, left, right))
     yield from found.values()
-    yield from _other_kinds(view)
+    yield from _other_kinds(view, precisions.pop() if len(precisions) == 1 else (None, None))
 
 
 def _scores(view: View, left_id: str, right_id: str, samples: int) -> Iterable[Finding]:
@@ -46,10 +53,18 @@ def _scores(view: View, left_id: str, right_id: str, samples: int) -> Iterable[F
     left, right = contracts[left_id]["body"], contracts[right_id]["body"]
     evidence = {"rollout_contract": left_id, "training_contract": right_id, "samples": samples}
     same_semantics = effective(left) == effective(right)
+    precision = _precision(contracts, left_id, right_id)
+    if precision[0] != precision[1]:
+        yield Finding(
+            "precision.differs",
+            {"kind": "logprob", "field": "compute_dtype", "rollout": precision[0], "training": precision[1]},
+            evidence,
+        )
     for name, kind, a, b in differing_fields("logprob", left, right):
         if same_semantics and (name == "mode" or name in _NEUTRAL):
             continue
-        yield _differs("logprob", name, kind, a, b, evidence)
+        if not _follows(name, a, b, precision):
+            yield _differs("logprob", name, kind, a, b, evidence)
     for name, kind in undeclared_fields("logprob", left, right):
         if kind == "semantic" and name in ("mode", "temperature", "alignment") and not same_semantics:
             yield Finding(
@@ -58,6 +73,22 @@ def _scores(view: View, left_id: str, right_id: str, samples: int) -> Iterable[F
                 {"reason": "only one side declares this field; not declared is not equal", **evidence},
                 "Declare the field on both sides.",
             )
+
+
+Precision = tuple[str | None, str | None]
+"""The dtype the rollout and the training engine compute in, as declared."""
+
+
+def _precision(contracts: Mapping[str, Mapping[str, Any]], left_id: str, right_id: str) -> Precision:
+    """Both engines' `compute_dtype`; (None, None) unless both declare it."""
+    bodies = [contracts[one]["body"] if one in contracts else {} for one in (left_id, right_id)]
+    left, right = (body.get("compute_dtype") for body in bodies)
+    return (left, right) if isinstance(left, str) and isinstance(right, str) else (None, None)
+
+
+def _follows(name: str, left: Any, right: Any, precision: Precision) -> bool:
+    """Whether a dtype differs because each side's is the dtype its engine computes in."""
+    return name.endswith("_dtype") and precision[0] is not None and (left, right) == precision
 
 
 def effective(body: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +112,7 @@ def _differs(kind: str, name: str, cls: str, left: Any, right: Any, evidence: di
     )
 
 
-def _other_kinds(view: View) -> Iterable[Finding]:
+def _other_kinds(view: View, precision: Precision) -> Iterable[Finding]:
     """Kinds both roles declare exactly once (attention, norm, rope ...), so that what to compare is unambiguous."""
     bodies: dict[str, dict[str, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for fact in view.history.of("contract.declared"):
@@ -93,6 +124,8 @@ def _other_kinds(view: View) -> Iterable[Finding]:
             continue
         (left_id, left), (right_id, right) = *sides["rollout"].items(), *sides["training"].items()
         for name, cls, a, b in differing_fields(kind, left, right):
+            if _follows(name, a, b, precision):
+                continue
             yield _differs(kind, name, cls, a, b, {"rollout_contract": left_id, "training_contract": right_id})
 
 
