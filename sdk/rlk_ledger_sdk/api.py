@@ -9,10 +9,11 @@ import os
 import threading
 from typing import Any, Unpack
 
-from rlk_ledger_schemas.errors import RlkError, UsageError
+from rlk_ledger_schemas.errors import ConfigError, RlkError, UsageError
 from rlk_ledger_schemas.events import Event
-from rlk_ledger_sdk.config import Options, check_options, disabled, load_config
+from rlk_ledger_sdk.config import Options, check_options, load_config
 from rlk_ledger_sdk.durability import LEVELS
+from rlk_ledger_sdk.modes import OFF, Mode, disabled, exports, from_environment, in_force, load_mode, missing_exports
 from rlk_ledger_sdk.recorder import Recorder
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 
@@ -26,6 +27,9 @@ class Nothing:
 
     enabled = False
     writer_id = None
+
+    def __init__(self, mode: Mode = OFF) -> None:
+        self.mode = mode
 
     def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
         """Records nothing."""
@@ -57,10 +61,10 @@ _before: dict[str, str | None] = {}
 def init(url: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Recorder | Nothing:
     """Opens this process's writer; without a URL here or in RLK_LEDGER, and with RLK_DISABLE=1, recording stays off.
 
-    Options, all with defaults: run_id, role, rank, world_size, roles, engine, parallel, mode, redaction, job, lineage,
-    sampling_policy, spool, shipper (process, inline, off), budget_bytes, block_ms, on_error (raise, warn),
-    environment, revision. A second init() closes the writer of the first. Raises ConfigError; a bucket that cannot be
-    reached raises nothing.
+    Options, all with defaults: run_id, role, rank, world_size, roles, engine, parallel, mode, on_missing, redaction,
+    job, lineage, sampling_policy, spool, shipper (process, inline, off), budget_bytes, block_ms,
+    on_error (raise, warn), environment, revision. A second init() closes the writer of the first. Raises ConfigError;
+    a bucket that cannot be reached raises nothing.
     """
     check_options(options)
     return _open(url, options, parent_writer=None)
@@ -102,6 +106,15 @@ def current() -> Recorder | Nothing:
     return _current or NOTHING
 
 
+def mode() -> Mode:
+    """The mode in force in this process: `fast`, `consistency`, `on_missing`.
+
+    Before init() it is what the environment says; raises ConfigError where that is malformed. Consistency is `off`
+    wherever nothing is recorded, unless it is strict, which holds without a ledger as well.
+    """
+    return from_environment() if _current is None else _current.mode
+
+
 def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:
     """Puts `recorder` in force and returns the one before; closes nothing (for `testing.capture`)."""
     global _current
@@ -113,17 +126,21 @@ def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:
 def _open(url: str | os.PathLike[str] | None, options: Options, parent_writer: str | None) -> Recorder | Nothing:
     global _current
     with _lock:
+        asked = load_mode(options.get("mode"), options.get("on_missing"))
         config = None if disabled() else load_config(url, parent_writer=parent_writer, **options)
         if config is None or not config.recording:
             close("reinit", timeout=0)
-            _current = NOTHING
-            return NOTHING
+            nothing = Nothing(in_force(asked, config is not None))
+            _current = nothing
+            _export(missing_exports(nothing.mode))
+            return nothing
         close("reinit", timeout=0)
         recorder = Recorder(config)
         _current = recorder
         named = f"{config.spool_named}:{config.spool}" if config.spool_named else str(config.spool)
         role = config.writer_opened["role"]
         _export(dict(zip(_EXPORTED, (config.url, config.run_id, role, named, recorder.writer_id))))
+        _export(exports(config.mode))
         return recorder
 
 
@@ -134,20 +151,35 @@ def _first_use() -> Recorder | Nothing:
         if _current is not None:
             return _current
         if disabled() or not os.environ.get("RLK_LEDGER"):
-            _current = NOTHING
+            _current = _unrecorded()
         elif not os.environ.get("RLK_RUN_ID"):
-            _current = NOTHING
+            _current = _unrecorded()
             _log.warning("RLK_LEDGER is set, RLK_RUN_ID is not and init() was not called: nothing is recorded")
         else:
             _current = _self_initialised()
         return _current
 
 
+def _unrecorded() -> Nothing:
+    """What stands in where no recorder can be opened, in the mode the environment asks for."""
+    try:
+        return Nothing(in_force(load_mode(), has_ledger=False))
+    except ConfigError as error:
+        if _raises():
+            raise
+        _log.warning("the mode is off: %s", error)
+        return NOTHING
+
+
+def _raises() -> bool:
+    return "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("RLK_ON_ERROR") == "raise"
+
+
 def _self_initialised() -> Recorder | Nothing:
     try:
         return _open(None, {}, parent_writer=os.environ.get("RLK_PARENT_WRITER") or None)
     except RlkError as error:
-        if "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("RLK_ON_ERROR") == "raise":
+        if _raises():
             raise
         _log.warning("nothing is recorded by this process: %s", error)
         return NOTHING

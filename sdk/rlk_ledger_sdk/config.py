@@ -8,7 +8,7 @@ import datetime
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -17,7 +17,9 @@ import msgspec
 from rlk_ledger_schemas.errors import ConfigError, EventError, UsageError
 from rlk_ledger_schemas.events import check_fields, make_plain, plain
 from rlk_ledger_schemas.objects import check_run_id
+from rlk_ledger_sdk.choices import choice, env, nearest
 from rlk_ledger_sdk.environment import capture
+from rlk_ledger_sdk.modes import Mode, load_mode
 from rlk_ledger_sdk.redaction import Redaction
 
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")
@@ -44,9 +46,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     block_ms: float
     exit_s: float
     on_error: OnError
-    consistency: str
+    mode: Mode
     run_opened: dict[str, Any]
     writer_opened: dict[str, Any]
+
+    @property
+    def consistency(self) -> str:
+        """The consistency half of the mode."""
+        return self.mode.consistency
 
     @property
     def strict(self) -> bool:
@@ -57,11 +64,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def recording(self) -> bool:
         """False under `consistency = off`, where record() costs a branch."""
         return self.consistency != "off"
-
-
-def disabled() -> bool:
-    """Whether RLK_DISABLE turns everything off."""
-    return os.environ.get("RLK_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 class Options(TypedDict, total=False):
@@ -75,6 +77,7 @@ class Options(TypedDict, total=False):
     engine: Mapping[str, Any] | str | None
     parallel: Mapping[str, Any] | None
     mode: Mapping[str, str] | None
+    on_missing: str | None
     redaction: str | None
     job: Mapping[str, Any] | None
     lineage: Mapping[str, Any] | None
@@ -93,7 +96,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = sorted(Options.__annotations__)
     for name in options:
         if name not in known:
-            raise ConfigError(f"init: {name!r} is no option; {_nearest(name, known)}")
+            raise ConfigError(f"init: {name!r} is no option; {nearest(name, known)}")
 
 
 def load_config(
@@ -102,18 +105,20 @@ def load_config(
     """The Config of this process, or None where no URL is given anywhere; raises ConfigError.
 
     An argument wins over the environment (RLK_LEDGER, RLK_RUN_ID, RLK_ROLE, RLK_SPOOL, RLK_BUDGET_BYTES,
-    RLK_BLOCK_MS, RLK_EXIT_S, RLK_FAST, RLK_CONSISTENCY, RLK_ON_ERROR, RLK_SHIPPER, RLK_REDACTION), which wins over
-    what torchrun and Ray say (rank, world size, run id), which wins over the default.
+    RLK_BLOCK_MS, RLK_EXIT_S, RLK_FAST, RLK_CONSISTENCY, RLK_ON_MISSING, RLK_ON_ERROR, RLK_SHIPPER, RLK_REDACTION),
+    which wins over what torchrun and Ray say (rank, world size, run id), which wins over the default.
     """
     check_options(options)
-    url = _env("RLK_LEDGER") if url is None else url
+    url = env("RLK_LEDGER") if url is None else url
     if url is None:
         return None
     get = options.get
-    run, writer = _run_opened(options), _writer_opened(options, parent_writer)
+    mode = load_mode(get("mode"), get("on_missing"))
+    run, writer = _run_opened(options, mode), _writer_opened(options, parent_writer)
     spool, spool_named = _spool(get("spool"))
-    shipper = get("shipper") or _env("RLK_SHIPPER") or "process"
-    on_error = get("on_error") or _env("RLK_ON_ERROR") or ("raise" if "PYTEST_CURRENT_TEST" in os.environ else "warn")
+    shipper = get("shipper") or env("RLK_SHIPPER") or "process"
+    under_tests = "PYTEST_CURRENT_TEST" in os.environ
+    on_error = get("on_error") or env("RLK_ON_ERROR") or ("raise" if under_tests else "warn")
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     address = _url(url)
     if address.startswith("memory://") and shipper == "process":
@@ -123,28 +128,28 @@ def load_config(
         run_id=_run_id(get("run_id")),
         spool=spool,
         spool_named=spool_named,
-        redaction=Redaction.load(run["redaction"], _env("RLK_REDACTION_KEY")),
-        shipper=_choice("shipper", shipper, ("process", "inline", "off")),  # type: ignore[arg-type]
+        redaction=Redaction.load(run["redaction"], env("RLK_REDACTION_KEY")),
+        shipper=choice("shipper", shipper, ("process", "inline", "off")),  # type: ignore[arg-type]
         budget_bytes=int(budget),
         block_ms=_number("block_ms", get("block_ms"), "RLK_BLOCK_MS", DEFAULT_BLOCK_MS, 0),
         exit_s=_number("exit_s", None, "RLK_EXIT_S", DEFAULT_EXIT_S, 0),
-        on_error=_choice("on_error", on_error, ("raise", "warn")),  # type: ignore[arg-type]
-        consistency=run["mode"]["consistency"],
+        on_error=choice("on_error", on_error, ("raise", "warn")),  # type: ignore[arg-type]
+        mode=mode,
         run_opened=_checked("run.opened", run),
         writer_opened=_checked("writer.opened", writer),
     )
 
 
-def _run_opened(options: Options) -> dict[str, Any]:
+def _run_opened(options: Options, mode: Mode) -> dict[str, Any]:
     """The fields of `run.opened`, not checked yet."""
     roles = options.get("roles")
     if roles is None:
         roles = {_role(options): _place(options.get("rank"), options.get("world_size"))[1]}
     return {
         "roles": dict(roles) if isinstance(roles, Mapping) else roles,
-        "mode": _mode(options.get("mode")),
+        "mode": mode.pair,
         "job": options.get("job"),
-        "redaction": options.get("redaction") or _env("RLK_REDACTION") or "none",
+        "redaction": options.get("redaction") or env("RLK_REDACTION") or "none",
         "lineage": options.get("lineage"),
         "sampling_policy": options.get("sampling_policy"),
     }
@@ -167,30 +172,11 @@ def _writer_opened(options: Options, parent_writer: str | None) -> dict[str, Any
 
 
 def _role(options: Options) -> str:
-    return _choice("role", options.get("role") or _env("RLK_ROLE") or "training", ROLES)
-
-
-def _env(name: str) -> str | None:
-    value = os.environ.get(name, "").strip()
-    return value or None
-
-
-def _choice(what: str, value: Any, known: tuple[str, ...]) -> str:
-    if value in known:
-        return str(value)
-    hint = _nearest(str(value), known)
-    raise ConfigError(f"init: {what} {value!r} is unknown; {hint}")
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    import difflib  # for the error only: it costs a job's start-up several milliseconds
-
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}."
+    return choice("role", options.get("role") or env("RLK_ROLE") or "training", ROLES)
 
 
 def _number(what: str, value: Any, variable: str, default: float, least: float) -> float:
-    text = _env(variable) if value is None else value
+    text = env(variable) if value is None else value
     source = what if value is not None else variable
     if text is None:
         return default
@@ -224,21 +210,6 @@ def _checked(type_name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return present
 
 
-def _mode(mode: Any) -> dict[str, str]:
-    given = _mapping("mode", mode)
-    unknown = sorted(given.keys() - {"fast", "consistency"})
-    if unknown:
-        raise ConfigError(f"init: mode has no key {unknown[0]!r}; its keys are fast and consistency.")
-    return {
-        "fast": _choice("mode fast", given.get("fast") or _env("RLK_FAST") or "off", ("off", "auto", "strict")),
-        "consistency": _choice(
-            "mode consistency",
-            given.get("consistency") or _env("RLK_CONSISTENCY") or "audit",
-            ("off", "audit", "strict"),
-        ),
-    }
-
-
 def _url(url: Any) -> str:
     """A ledger URL; a local path becomes absolute, because the shipper runs elsewhere."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
@@ -250,7 +221,7 @@ def _url(url: Any) -> str:
             raise ConfigError(f"init: the ledger URL {text!r} lacks a slash; write {text.replace(':/', '://', 1)!r}.")
         return str(Path(text).expanduser().absolute())
     if scheme not in SCHEMES:
-        hint = _nearest(scheme, SCHEMES)
+        hint = nearest(scheme, SCHEMES)
         raise ConfigError(f"init: the ledger URL {text!r} has the unknown scheme {scheme!r}; {hint}")
     if not rest.strip("/"):
         raise ConfigError(f"init: the ledger URL {text!r} names no bucket or path.")
@@ -268,8 +239,8 @@ def _is_path(text: str | bytes) -> bool:
 
 def _run_id(run_id: Any) -> str:
     if run_id is None:
-        elastic = _env("TORCHELASTIC_RUN_ID")
-        run_id = _env("RLK_RUN_ID") or (elastic if elastic and elastic != "none" else None)
+        elastic = env("TORCHELASTIC_RUN_ID")
+        run_id = env("RLK_RUN_ID") or (elastic if elastic and elastic != "none" else None)
     if run_id is None:
         now = datetime.datetime.now(datetime.UTC)
         run_id = f"run-{now:%Y%m%d-%H%M%S}-{os.urandom(3).hex()}"
@@ -281,11 +252,11 @@ def _run_id(run_id: Any) -> str:
 
 def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     """(rank, world size): arguments, else torchrun's RANK and WORLD_SIZE, else Ray Train's context, else 0 of 1."""
-    ray = _ray_place() if rank is None and world_size is None and _env("RANK") is None else None
+    ray = _ray_place() if rank is None and world_size is None and env("RANK") is None else None
     given = (rank, world_size) if ray is None else ray
     place = []
     for what, value, variable, default in (("rank", given[0], "RANK", 0), ("world_size", given[1], "WORLD_SIZE", 1)):
-        raw = value if value is not None else _env(variable) if rank is None else None
+        raw = value if value is not None else env(variable) if rank is None else None
         raw = default if raw is None else raw
         if isinstance(raw, bool):
             raise ConfigError(f"init: {what} must be an integer, got {raw!r}.")
@@ -311,7 +282,7 @@ def _ray_place() -> tuple[int, int] | None:
 
 def _spool(spool: Any) -> tuple[Path, str | None]:
     """(spool directory, file system asked for by name): `nfs:/mnt/x` names a file system that is else refused."""
-    text = _env("RLK_SPOOL") if spool is None else spool
+    text = env("RLK_SPOOL") if spool is None else spool
     if text is None:
         return Path(f"/var/tmp/rlk-{os.getuid()}"), None
     if not isinstance(text, str | os.PathLike) or not os.fspath(text):

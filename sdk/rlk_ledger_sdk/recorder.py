@@ -34,6 +34,7 @@ from rlk_ledger_sdk.filesystem import method_for, name_of
 from rlk_ledger_sdk.forks import NO_PROCESS, new_mark, on_worker_exit
 from rlk_ledger_sdk.gaps import Losses
 from rlk_ledger_sdk.missing import without_none
+from rlk_ledger_sdk.modes import Mode
 from rlk_ledger_sdk.place import prepare_spool
 from rlk_ledger_sdk.process import identity, new_writer_id
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
@@ -63,6 +64,11 @@ class Recorder:
         _recorders.add(self)
         self._settle_quietly()
         self._afterwards()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in force; a forked child's is its parent's."""
+        return self.config.mode
 
     # -- lifecycle --------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,10 @@ TWIN: dict[str, Any] = json.loads((HERE / "golden-1.json").read_text())
 RUN = TWIN["run"]["run_id"]
 
 
+ADDED_SINCE = {"batch.admitted", "drift.diagnosed"}
+"""Event types that came after golden-1 was frozen: a new type needs no format version."""
+
+
 @pytest.fixture(scope="module")
 def tool() -> Any:
     path = HERE.parent.parent / "tools" / "golden" / "make_golden.py"
@@ -47,7 +51,7 @@ def test_the_golden_ledger_reads_to_exactly_its_twin(tool) -> None:
 
 def test_it_holds_every_event_type_and_the_hard_values() -> None:
     types = {event["fields"]["type"] for event in TWIN["events"]}
-    assert set(REGISTRY) <= types
+    assert set(REGISTRY) - ADDED_SINCE <= types
     assert "of.tomorrow" in types
     floats = [a["bytes"] for e in TWIN["events"] for a in e["arrays"].values() if a["dtype"] == "float32"]
     for bits in ("0100c07f", "4523c1ff", "00000080", "0000807f", "000080ff", "01000000"):

@@ -18,6 +18,7 @@ from rlk_ledger_schemas.events.base import (
 )
 from rlk_ledger_schemas.events.decisions import CollectiveObserved, ContractDeclared, KnobApplied, OperatorDecided
 from rlk_ledger_schemas.events.identity import Environment, Gap, RunOpened, WriterClosed, WriterLost, WriterOpened
+from rlk_ledger_schemas.events.live import BatchAdmitted, DriftDiagnosed
 from rlk_ledger_schemas.events.replays import (
     ArmScored,
     CaseAttempted,
@@ -36,10 +37,12 @@ __all__ = [
     "REGISTRY",
     "SCHEMA_VERSION",
     "ArmScored",
+    "BatchAdmitted",
     "BatchLayout",
     "CaseAttempted",
     "CollectiveObserved",
     "ContractDeclared",
+    "DriftDiagnosed",
     "Environment",
     "Event",
     "EventType",
