@@ -110,6 +110,11 @@ def test_nothing_the_caller_owns_survives_construction() -> None:
             },
             "cannot be claimed",
         ),
+        (
+            "boundary.captured",
+            {"boundary": "norm", "order": 0, "digest": "sum64x2:00", "shape": [2, 2], "values": [1.0, 2.0, 3.0]},
+            "`values` has 3 items",
+        ),
     ],
 )
 def test_a_wrong_event_is_refused_in_one_sentence_that_names_the_place(

@@ -36,8 +36,10 @@ def detect(view: View) -> Iterable[Finding]:
 def _knob_failed(fields: dict[str, Any]) -> bool:
     if fields["status"] in _FAILED:
         return True
-    actual = fields.get("actual")
-    return fields["status"] == "applied" and actual is not None and actual != fields["requested"]
+    actual, requested = fields.get("actual"), fields["requested"]
+    return (
+        fields["status"] == "applied" and actual is not None and requested not in _ANY_BACKEND and actual != requested
+    )
 
 
 def _operator_failed(fields: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from rlk_ledger_schemas.events.base import (
     plain,
     take_arrays,
 )
+from rlk_ledger_schemas.events.boundaries import BoundaryCaptured
 from rlk_ledger_schemas.events.decisions import CollectiveObserved, ContractDeclared, KnobApplied, OperatorDecided
 from rlk_ledger_schemas.events.identity import Environment, Gap, RunOpened, WriterClosed, WriterLost, WriterOpened
 from rlk_ledger_schemas.events.live import BatchAdmitted, DriftDiagnosed
@@ -39,6 +40,7 @@ __all__ = [
     "ArmScored",
     "BatchAdmitted",
     "BatchLayout",
+    "BoundaryCaptured",
     "CaseAttempted",
     "CollectiveObserved",
     "ContractDeclared",
