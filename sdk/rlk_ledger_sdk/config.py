@@ -7,7 +7,6 @@ that cannot be reached is not a configuration error: it costs disk, never the jo
 import datetime
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -18,6 +17,7 @@ from rlk_ledger_schemas.errors import ConfigError, EventError, UsageError
 from rlk_ledger_schemas.events import check_fields, make_plain, plain
 from rlk_ledger_schemas.objects import check_run_id
 from rlk_ledger_sdk.choices import choice, env, nearest
+from rlk_ledger_sdk.cluster import ray_labels, ray_train_place
 from rlk_ledger_sdk.environment import capture
 from rlk_ledger_sdk.modes import Mode, load_mode
 from rlk_ledger_sdk.redaction import Redaction
@@ -168,6 +168,7 @@ def _writer_opened(options: Options, parent_writer: str | None) -> dict[str, Any
         "parent_writer": parent_writer,
         "environment": {**capture(), **_mapping("environment", options.get("environment"))},
         "revision": options.get("revision"),
+        "labels": ray_labels() or None,
     }
 
 
@@ -252,7 +253,7 @@ def _run_id(run_id: Any) -> str:
 
 def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     """(rank, world size): arguments, else torchrun's RANK and WORLD_SIZE, else Ray Train's context, else 0 of 1."""
-    ray = _ray_place() if rank is None and world_size is None and env("RANK") is None else None
+    ray = ray_train_place() if rank is None and world_size is None and env("RANK") is None else None
     given = (rank, world_size) if ray is None else ray
     place = []
     for what, value, variable, default in (("rank", given[0], "RANK", 0), ("world_size", given[1], "WORLD_SIZE", 1)):
@@ -269,15 +270,6 @@ def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     if not 0 <= place[0] < place[1]:
         raise ConfigError(f"init: rank {place[0]} is outside a world of {place[1]}; ranks start at 0.")
     return place[0], place[1]
-
-
-def _ray_place() -> tuple[int, int] | None:
-    train = sys.modules.get("ray.train")
-    try:
-        context = train.get_context() if train is not None else None
-        return None if context is None else (int(context.get_world_rank()), int(context.get_world_size()))
-    except Exception:  # outside a Ray Train worker every version refuses in its own way
-        return None
 
 
 def _spool(spool: Any) -> tuple[Path, str | None]:
