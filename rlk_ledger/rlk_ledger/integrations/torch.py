@@ -1,0 +1,11 @@
+"""torch: determinism readback, boundary capture, selected log-probabilities."""
+
+from rlk_ledger_sdk.integrations.torch import (
+    LAYERS,
+    Boundaries,
+    capture_boundaries,
+    record_determinism,
+    selected_logprobs,
+)
+
+__all__ = ["LAYERS", "Boundaries", "capture_boundaries", "record_determinism", "selected_logprobs"]
