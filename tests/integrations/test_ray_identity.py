@@ -1,4 +1,4 @@
-"""What a Ray stand-in says of a process reaches writer.opened; a Ray that refuses costs nothing (real: tests/engines)."""
+"""What a Ray stand-in says of a process reaches writer.opened; a Ray that refuses costs nothing."""
 
 import sys
 from types import ModuleType, SimpleNamespace
