@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from rlk_ledger.ledger import open_ledger as open  # noqa: A004
     from rlk_ledger_schemas import errors, events
     from rlk_ledger_schemas.fingerprints import contract_id, mask_digest, token_digest
-    from rlk_ledger_sdk.api import close, current, flush, init, record
+    from rlk_ledger_sdk.admission import admit
+    from rlk_ledger_sdk.api import close, current, flush, init, mode, record
+    from rlk_ledger_sdk.diagnostics import diagnose
     from rlk_ledger_sdk.scope import scope
     from rlk_ledger_sdk.weights import state_digest
 
 __all__ = [
+    "admit",
     "close",
     "contract_id",
     "current",
+    "diagnose",
     "errors",
     "events",
     "flush",
     "init",
     "mask_digest",
+    "mode",
     "open",
     "record",
     "scope",
@@ -42,6 +47,9 @@ _PLACES: dict[str, tuple[str, str | None]] = {
     "flush": ("rlk_ledger_sdk.api", "flush"),
     "close": ("rlk_ledger_sdk.api", "close"),
     "current": ("rlk_ledger_sdk.api", "current"),
+    "mode": ("rlk_ledger_sdk.api", "mode"),
+    "admit": ("rlk_ledger_sdk.admission", "admit"),
+    "diagnose": ("rlk_ledger_sdk.diagnostics", "diagnose"),
     "scope": ("rlk_ledger_sdk.scope", "scope"),
     "state_digest": ("rlk_ledger_sdk.weights", "state_digest"),
     "contract_id": ("rlk_ledger_schemas.fingerprints", "contract_id"),

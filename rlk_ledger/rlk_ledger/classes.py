@@ -16,6 +16,7 @@ from rlk_ledger_schemas.metrics import (
     DEFAULTED_OTHER_BELOW,
     DEFAULTED_VALUES,
     IMPOSSIBLE_ABOVE,
+    SENTINELS,
     VALUE_CLASSES,
     ZERO_DRIFT_FRACTION,
 )
@@ -27,10 +28,8 @@ Index = npt.NDArray[np.int64]
 
 FINITE, NAN, POS_INF, NEG_INF, SENTINEL, MISSING, IMPOSSIBLE, DEFAULTED, COPIED = range(len(VALUE_CLASSES))
 
-_KNOWN = (-999.0, -9999.0, -99999.0, -1e4, -1e5, -1e6, -1e8, -1e9, -1e10, -1e20, -1e30, -65504.0)
-_EXTREMES = (np.finfo(np.float32).min, np.float32(-3.3895314e38))  # float32 and bfloat16 minimum
-SENTINEL_BITS = np.array([*_KNOWN, *_EXTREMES], np.float32).view(np.uint32)
-"""Bits that are a clamp wherever they stand: no sampled token has a log-probability of -999 or less."""
+SENTINEL_BITS = np.array(SENTINELS, np.float32).view(np.uint32)
+"""The bits of SENTINELS."""
 
 RECURS_BELOW = -50.0
 """A value below this (probability under 2e-22) whose exact bits recur is a clamp too: sampling it twice is not."""

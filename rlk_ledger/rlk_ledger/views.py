@@ -27,6 +27,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "weights": ("weights.published", "weights.loaded"),
     "layouts": ("batch.layout",),
     "gaps": ("gap", "writer.lost"),
+    "diagnostics": ("drift.diagnosed",),
+    "admissions": ("batch.admitted",),
     "cases": ("case.attempted", "arm.scored"),
     "findings": ("finding.raised",),
     "verdicts": ("verdict.reached",),

@@ -5,6 +5,7 @@ RlkError
 │   ├── ConfigError     init() or the environment
 │   └── EventError      one event: unknown type or field, wrong type, length or range
 ├── FingerprintError    a value that canonical JSON cannot hold
+├── AdmissionError      samples of a batch lack what consistency=strict needs
 ├── FormatError         bytes that are not what the format says
 ├── StoreError          the bucket: refused, unreachable, condition ignored
 ├── SpoolError          the local spool: not writable, wrong file system, budget used up
@@ -47,6 +48,10 @@ class EventError(UsageError):
 
 class FingerprintError(UsageError):
     """A value cannot be fingerprinted because canonical JSON cannot hold it exactly."""
+
+
+class AdmissionError(RlkError):
+    """A batch is not trained on: samples lack what strict needs and on_missing is fail."""
 
 
 class FormatError(RlkError):

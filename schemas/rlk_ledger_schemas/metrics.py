@@ -20,6 +20,12 @@ COPIED_RUN = 8
 COPIED_PROBABILITY = 1e-6
 ZERO_DRIFT_FRACTION = 0.99
 
+SENTINELS = (
+    *(-999.0, -9999.0, -99999.0, -1e4, -1e5, -1e6, -1e8, -1e9, -1e10, -1e20, -1e30, -65504.0),
+    *(-3.4028234663852886e38, -3.3895314e38),
+)
+"""Float32 values that are a clamp wherever they stand: no sampled token has a log-probability of -999 or less."""
+
 VALUE_CLASSES = ("finite", "nan", "pos_inf", "neg_inf", "sentinel", "missing", "impossible", "defaulted", "copied")
 """A value has a class before it has a number; the index is the code in `value_class` arrays."""
 
@@ -82,3 +88,20 @@ METRICS: dict[str, Metric] = {
         "max_s(mean(exp(|d|)))", "symmetric", "ratio", "sample_max", "log_ratio_clamped", "1"
     ),
 }
+
+LIVE = (
+    "abs_dlogp_mean",
+    "abs_dlogp_max",
+    "abs_dlogp_p50",
+    "abs_dlogp_p99",
+    "dlogp_mean",
+    "mismatch_fraction",
+    "kl_k1",
+    "kl_k3",
+    "ratio_mean",
+    "clip_fraction",
+    "token_mult_prob_error",
+    "ess",
+    "extreme_token_fraction",
+)
+"""The metrics a training process is told while it runs; each needs the batch's own tokens only."""

@@ -98,7 +98,7 @@ REASONS: dict[str, Reason] = {
     "contract_undeclared": Reason(
         "sample",
         "nothing here knows the contract the log-probabilities name",
-        "Declare it in this process, or hand its body to admit(contracts=...).",
+        "Send it with the sample as `contract`, or hand it to admit(contracts=...).",
     ),
     "contract_mismatch": Reason(
         "sample",

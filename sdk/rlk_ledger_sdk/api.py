@@ -43,6 +43,10 @@ class Nothing:
         """Nothing is recorded, so nothing is said."""
         return NOT_RECORDED
 
+    def rejected(self, event: Any, error: UsageError) -> Reference:
+        """Nothing is recorded, so nothing is said."""
+        return NOT_RECORDED
+
     def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
         """There is nothing to wait for."""
         if level not in LEVELS and level != "checkpointed":
@@ -82,6 +86,11 @@ def record(event: str | Event, /, **fields: Any) -> Reference:
     return recorder.emit(event, fields)
 
 
+def acting() -> Recorder | Nothing:
+    """What record() records with: this process's recorder; a child of a recording process opens its own first."""
+    return _first_use() if _current is None else _current
+
+
 def flush(level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
     """Waits until everything recorded by this process has reached `level` (spooled, synced, committed).
 
@@ -113,6 +122,11 @@ def mode() -> Mode:
     wherever nothing is recorded, unless it is strict, which holds without a ledger as well.
     """
     return from_environment() if _current is None else _current.mode
+
+
+def recording() -> bool:
+    """Whether record() keeps anything in this process; decides it now where nothing has decided it yet."""
+    return (_first_use() if _current is None else _current).enabled
 
 
 def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:

@@ -20,6 +20,7 @@ from rlk_ledger_sdk.choices import choice, env, nearest
 from rlk_ledger_sdk.cluster import ray_labels, ray_train_place
 from rlk_ledger_sdk.environment import capture
 from rlk_ledger_sdk.modes import Mode, load_mode
+from rlk_ledger_sdk.modes import disabled as disabled
 from rlk_ledger_sdk.redaction import Redaction
 
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")

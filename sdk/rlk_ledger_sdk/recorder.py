@@ -174,7 +174,7 @@ class Recorder:
                     raise
                 reference = self._append(event, wire, arrays)
         except UsageError as error:  # an EventError, or what a contract's body cannot hold
-            return self._rejected(event, error)
+            return self.rejected(event, error)
         except SpoolError:
             raise
         except Exception as error:
@@ -327,7 +327,7 @@ class Recorder:
             self._file_number = self._spool.number
             self._durability.ensure_shipper()
 
-    def _rejected(self, event: Any, error: UsageError) -> Reference:
+    def rejected(self, event: Any, error: UsageError) -> Reference:
         """A malformed event: raises under tests; else one warning per kind of mistake and a gap event."""
         if self.config.on_error == "raise":
             raise error
@@ -337,7 +337,7 @@ class Recorder:
         return self._gap("rejected", kind if self._redacts else str(error), name)
 
     def failed(self, event: Any, error: Exception) -> Reference:
-        """An error of the recorder itself or of an integration: never into the job, always into the ledger, and raised under tests."""
+        """An error of the recorder or an integration: never into the job, into the ledger, and raised under tests."""
         name = event if isinstance(event, str) else type(event).__name__
         kind = type(error).__name__
         self._warn("internal", f"{name} {kind}", f"record({name!r}) failed inside the recorder: {kind}: {error}")

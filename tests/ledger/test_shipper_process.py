@@ -125,8 +125,8 @@ def test_importing_the_package_loads_nothing_heavy_and_its_surface_is_pinned() -
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [
-        *("close", "contract_id", "current", "errors", "events", "flush"),
-        *("init", "mask_digest", "open", "record", "scope", "state_digest", "token_digest"),
+        *("admit", "close", "contract_id", "current", "diagnose", "errors", "events", "flush"),
+        *("init", "mask_digest", "mode", "open", "record", "scope", "state_digest", "token_digest"),
     ]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlk_ledger import metrics
 from rlk_ledger.audit import (
+    admission,
     alignment,
     backends,
     contracts,
@@ -38,6 +39,7 @@ DETECTORS: dict[str, Detector] = {
     "backends": backends.detect,
     "values": values.detect,
     "coverage": coverage.detect,
+    "admission": admission.detect,
     "groups": groups.detect,
     "passes": passes.detect,
     "alignment": alignment.detect,

@@ -27,8 +27,8 @@ def query(sql: str, format_: str, params: tuple[str, ...], output: Path | None, 
     """Run one read-only SQL query over the ledger's views.
 
     Views: runs, events, writers, samples, logprobs, tokens, drift, off_policy, decisions, knobs, contracts, weights,
-    layouts, collectives, gaps, timings, cases, findings, verdicts. `show tables` lists them, `describe samples` the
-    columns of one.
+    layouts, collectives, gaps, timings, diagnostics, admissions, cases, findings, verdicts. `show tables` lists them,
+    `describe samples` the columns of one.
     """
     from rlk_ledger import views
 

@@ -1,0 +1,80 @@
+"""Was strict kept where it was asked for? (evidence.incomplete, metadata.defaulted)
+
+A batch that was downgraded or refused, a sample that was quarantined, and a strict run whose batches nobody admitted
+all mean that what strict promises does not hold for the whole run: none of them passes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from rlk_ledger.audit.finding import Finding
+from rlk_ledger.audit.view import View
+
+_TOLD = {
+    "downgraded": "consistency=strict was asked for and {n} batches were trained on under audit",
+    "failed": "consistency=strict refused {n} batches",
+}
+_NEXT = "Complete the named fields where the samples are made, or ask for consistency=audit."
+
+
+def detect(view: View) -> Iterable[Finding]:
+    """Downgraded and refused batches, quarantined samples, and strict without admission."""
+    batches = [fact.fields for fact in view.history.of("batch.admitted")]
+    for outcome, told in _TOLD.items():
+        rows = [b for b in batches if b.get("outcome") == outcome]
+        if rows:
+            where = {"field": "consistency", "outcome": outcome, "batches": len(rows), "step": rows[0].get("step")}
+            yield Finding("evidence.incomplete", where, {"reason": told.format(n=len(rows))} | _why(rows), _NEXT)
+    yield from _quarantined([b for b in batches if b.get("outcome") == "quarantined"])
+    yield from _never_admitted(view, batches)
+
+
+def _why(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update(row.get("reasons") or {})
+    return {
+        "samples": sum(row.get("quarantined") or 0 for row in rows),
+        "reasons": dict(reasons),
+        "fields": sorted({field for row in rows for _, field, _ in _decided(row)}),
+        "steps": sorted({row["step"] for row in rows if row.get("step") is not None})[:50],
+    }
+
+
+def _decided(row: dict[str, Any]) -> Iterable[tuple[str, str, list[str]]]:
+    """(code, field, sample ids) of every reason for which samples of a batch were quarantined."""
+    for entry in row.get("decisions") or ():
+        if entry.get("status") == "quarantined":
+            for reason in entry.get("reasons") or ():
+                yield reason["code"], reason.get("field") or "", list(entry.get("sample_ids") or ())
+
+
+def _quarantined(rows: list[dict[str, Any]]) -> Iterable[Finding]:
+    samples: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for code, field, names in _decided(row):
+            samples.setdefault((code, field), []).extend(names)
+    total = sum(row.get("quarantined") or 0 for row in rows)
+    for (code, field), names in samples.items():
+        finding_id = "metadata.defaulted" if code == "metadata_defaulted" else "evidence.incomplete"
+        where = {"field": field, "code": code, "sample_id": names[0] if names else None}
+        evidence = {
+            "reason": f"strict left {len(names)} samples out of their batches: {code}",
+            "samples": len(names),
+            "quarantined": total,
+            "sample_ids": names[:20],
+        }
+        yield Finding(finding_id, where, evidence)
+
+
+def _never_admitted(view: View, batches: list[dict[str, Any]]) -> Iterable[Finding]:
+    asked = [f for f in view.history.of("run.opened") if (f.fields.get("mode") or {}).get("consistency") == "strict"]
+    trained = any(score.source == "training" for score in view.history.scores)
+    if asked and trained and not batches:
+        yield Finding(
+            "evidence.incomplete",
+            {"field": "consistency"},
+            {"reason": "consistency=strict was asked for and no batch went through admission"},
+            "Call rlk_ledger.admit() on every batch before it is trained on.",
+        )
