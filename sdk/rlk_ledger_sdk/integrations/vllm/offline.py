@@ -1,0 +1,101 @@
+"""LLM and LLMEngine: the methods through which requests, outputs and weights pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.integrations.vllm.calls import load_path, moves_weights
+from rlk_ledger_sdk.integrations.vllm.watch import Watch
+
+
+def begin(watch: Watch) -> None:
+    """Reads the running engine once and records the weights it starts with."""
+    get = getattr(watch.front.engine, "get_weight_version", None)
+    if get is not None:
+        watch.label_initial(get())
+    watch.describe(watch.ask("describe"))
+    _settle(watch)
+
+
+def wrap(watch: Watch) -> None:
+    """Wraps the engine object's own methods; each calls the original first and returns what it returned."""
+    engine, put = watch.front.engine, watch.wraps.put
+    put(engine, "add_request", lambda original: _adding(watch, original))
+    put(engine, "step", lambda original: _stepping(watch, original))
+    put(engine, "abort_request", lambda original: _aborting(watch, original))
+    put(engine, "collective_rpc", lambda original: _calling(watch, original))
+    put(engine, "set_weight_version", lambda original: _naming(watch, original))
+    put(engine, "reset_prefix_cache", lambda original: _flushing(watch, original))
+
+
+def _settle(watch: Watch) -> None:
+    if watch.versions.unsettled and watch.versions.current is not None:
+        watch.settle(watch.ask("weights"))
+
+
+def _adding(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("vllm request"):
+            if watch.versions.unsettled:
+                _settle(watch)
+            if hasattr(params, "output_kind"):
+                watch.in_flight.add(request_id, watch.request(params))
+        return original(request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+def _stepping(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        if outputs:
+            with guarded("vllm outputs"):
+                for output in outputs:
+                    if type(output).__name__ == "RequestOutput":
+                        watch.take(output)
+        return outputs
+
+    return step
+
+
+def _aborting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def abort_request(request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("vllm request"):
+            for request_id in request_ids:
+                watch.in_flight.drop(request_id)
+        return original(request_ids, *args, **kwargs)
+
+    return abort_request
+
+
+def _calling(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective_rpc(method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if not moves_weights(method):
+            return original(method, timeout, args, kwargs)
+        with guarded("vllm weights"):
+            if watch.versions.must_settle_first:
+                _settle(watch)
+        result = original(method, timeout, args, kwargs)
+        watch.versions.loaded(load_path(kwargs))
+        return result
+
+    return collective_rpc
+
+
+def _naming(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_weight_version(weight_version: str) -> Any:
+        result = original(weight_version)
+        watch.versions.named(weight_version)
+        return result
+
+    return set_weight_version
+
+
+def _flushing(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        done = original(*args, **kwargs)
+        if done:
+            watch.versions.flushed()
+        return done
+
+    return reset_prefix_cache

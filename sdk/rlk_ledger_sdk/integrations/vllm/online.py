@@ -1,0 +1,93 @@
+"""AsyncLLM, and with it the OpenAI server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.integrations.vllm.calls import load_path, moves_weights
+from rlk_ledger_sdk.integrations.vllm.watch import Watch
+
+
+class _Starting:
+    """Reads the engine before its first request, and records what is held before the first use of a new version."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._lock: asyncio.Lock | None = None
+
+    async def __call__(self) -> None:
+        watch = self._watch
+        if watch.ready and not (watch.versions.unsettled and watch.versions.current is not None):
+            return
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            with guarded("vllm engine"):
+                if not watch.ready:
+                    get = getattr(watch.front.engine, "get_weight_version", None)
+                    watch.label_initial(await get() if get is not None else None)
+                    watch.describe(await watch.ask_async("describe"))
+                if watch.versions.unsettled and watch.versions.current is not None:
+                    watch.settle(await watch.ask_async("weights"))
+
+
+def wrap(watch: Watch) -> None:
+    """Wraps the engine object's own methods; each calls the original and passes on what it gave."""
+    engine, put = watch.front.engine, watch.wraps.put
+    started = _Starting(watch)
+    put(engine, "generate", lambda original: _generating(watch, started, original))
+    put(engine, "collective_rpc", lambda original: _calling(watch, started, original))
+    put(engine, "update_weight_version", lambda original: _naming(watch, original))
+    put(engine, "reset_prefix_cache", lambda original: _flushing(watch, original))
+
+
+def _generating(watch: Watch, started: _Starting, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def generate(
+        prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        await started()
+        with guarded("vllm request"):
+            watch.in_flight.add(request_id, watch.request(sampling_params))
+        outputs = original(prompt, sampling_params, request_id, *args, **kwargs)
+        try:
+            async for output in outputs:
+                with guarded("vllm outputs"):
+                    watch.take(output)
+                yield output
+        finally:
+            watch.in_flight.drop(request_id)
+            await outputs.aclose()
+
+    return generate
+
+
+def _calling(watch: Watch, started: _Starting, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def collective_rpc(method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if not moves_weights(method):
+            return await original(method, timeout, args, kwargs)
+        if watch.versions.must_settle_first:
+            await started()
+        result = await original(method, timeout, args, kwargs)
+        watch.versions.loaded(load_path(kwargs))
+        return result
+
+    return collective_rpc
+
+
+def _naming(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def update_weight_version(new_version: str) -> Any:
+        result = await original(new_version)
+        watch.versions.named(new_version)
+        return result
+
+    return update_weight_version
+
+
+def _flushing(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        done = await original(*args, **kwargs)
+        if done:
+            watch.versions.flushed()
+        return done
+
+    return reset_prefix_cache

@@ -1,0 +1,153 @@
+"""From one finished completion of vLLM to the events it makes: prompt.recorded, rollout.sample, logprobs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlk_ledger_schemas.fingerprints import token_digest
+from rlk_ledger_sdk.api import record
+from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts, recorded
+from rlk_ledger_sdk.integrations.vllm.values import classes, numbers, sampled
+
+UNSET_VERSION = "default"
+"""vLLM's label for weights nobody named."""
+_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
+
+Named = Callable[[Any, Any], str]
+
+
+class Request(NamedTuple):
+    """What was known when a request was added."""
+
+    params: Any = None
+    version: str | None = None
+    """The last weight version the watch had heard of."""
+    cache_version: str | None = None
+    """The weight version at the last reset of the prefix cache; None when there has been none since the start."""
+
+
+class Identity(NamedTuple):
+    """How samples of one watch are named and what they all carry."""
+
+    engine: str
+    model: str | None
+    block_size: int | None
+    sample_id: Named
+    group_id: Named
+    loss_mask: Callable[[Any, Any], Sequence[int]] | None
+
+
+class Finished(NamedTuple):
+    """A completion as recorded. `chunks` are prefill boundaries when a hook in the engine measured them."""
+
+    output: Any
+    completion: Any
+    request: Request
+    version_now: str | None
+    chunks: Sequence[int] | None = None
+
+
+def record_completion(
+    finished: Finished, who: Identity, contracts: LogprobContracts | None, prompt: Mapping[str, Any]
+) -> str:
+    """Records one sample and its log-probabilities; returns its sample id. `prompt` is the sample's prompt field."""
+    output, completion, request = finished.output, finished.completion, finished.request
+    tokens = completion.token_ids if type(completion.token_ids) is list else list(completion.token_ids)
+    sample_id = who.sample_id(output, completion)
+    digest = token_digest(tokens)
+    source: dict[str, str] = {}
+    spans, rule = _spans(finished, len(tokens), source)
+    record(
+        "rollout.sample",
+        sample_id=sample_id,
+        group_id=who.group_id(output, completion),
+        response_token_ids=tokens,
+        loss_mask=[1] * len(tokens) if who.loss_mask is None else who.loss_mask(output, completion),
+        token_digest=digest,
+        sampling=recorded(request.params) if request.params is not None else None,
+        finish_reason=completion.finish_reason,
+        status=_STATUS.get(completion.finish_reason),
+        weight_spans=spans,
+        stamp_rule=rule,
+        engine=who.engine,
+        model=who.model,
+        cache=_cache(output, who, request, source),
+        chunks=_chunks(finished.chunks, source),
+        metadata_source=source or None,
+        **prompt,
+        **_extras(completion, len(tokens), source),
+    )
+    if completion.logprobs is not None and contracts is not None and contracts.scores:
+        _record_values(sample_id, completion.logprobs, tokens, digest, spans, contracts.of(request.params))
+    return sample_id
+
+
+def _record_values(sample_id: str, logprobs: Any, tokens: list[int], digest: str, spans: Any, contract_id: str) -> None:
+    values = sampled(logprobs, tokens)
+    kinds = classes(values)
+    record(
+        "logprobs",
+        sample_id=sample_id,
+        source="rollout",
+        values=values if kinds is None else numbers(values),
+        value_class=kinds,
+        dtype="float32",
+        contract_id=contract_id,
+        weight_version=spans[0]["version"] if spans and len(spans) == 1 else None,
+        token_digest=digest,
+    )
+
+
+def _spans(finished: Finished, length: int, source: dict[str, str]) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The weight spans of a response: measured by the engine, else derived from what the watch knew, else absent."""
+    measured = getattr(finished.completion, "weight_versions", None)
+    if measured and any(span.version != UNSET_VERSION for span in measured):
+        source["weight_spans"] = "measured"
+        spans = [{"version": s.version, "start": s.start, "end": s.end} for s in measured]
+        return spans, "vllm.weight_versions"
+    version = finished.request.version
+    if version is None or version != finished.version_now:
+        source["weight_spans"] = "absent"
+        return None, None
+    source["weight_spans"] = "derived"
+    return [{"version": version, "start": 0, "end": length}], "last_version_loaded_before_the_request"
+
+
+def _cache(output: Any, who: Identity, request: Request, source: dict[str, str]) -> dict[str, Any] | None:
+    cached = output.num_cached_tokens
+    if cached is None:
+        source["cache"] = "absent"
+        return None
+    out: dict[str, Any] = {"cached_tokens": int(cached)}
+    if who.block_size is not None:
+        out["block_size"] = who.block_size
+    if cached and request.cache_version is not None:
+        out["writer_version"] = request.cache_version
+        source["cache.writer_version"] = "derived"
+    return out
+
+
+def _chunks(chunks: Sequence[int] | None, source: dict[str, str]) -> Sequence[int] | None:
+    source["chunks"] = "absent" if chunks is None else "measured"
+    return chunks
+
+
+def _extras(completion: Any, length: int, source: dict[str, str]) -> dict[str, Any]:
+    """What only some engines and versions expose: speculative counts, routed experts, the kept support."""
+    out: dict[str, Any] = {}
+    spec = getattr(completion, "spec_decode_metrics", None)
+    if spec is not None:
+        accepted = sum(j * times for j, times in enumerate(spec.histogram))
+        out["spec"] = {"drafted": int(spec.num_draft_tokens), "accepted": int(accepted)}
+    experts = getattr(completion, "routed_experts", None)
+    if experts is not None:
+        layers, top_k = int(experts.shape[1]), int(experts.shape[2])
+        out["routed_experts"] = {"layers": layers, "top_k": top_k, "array": experts.reshape(-1)}
+    mask = getattr(completion, "sampling_mask", None)
+    if mask is not None and len(mask.token_ids) == length:
+        offsets = [0]
+        for kept in mask.token_ids:
+            offsets.append(offsets[-1] + len(kept))
+        out["support"] = [token for kept in mask.token_ids for token in kept]
+        out["support_offsets"] = offsets
+        source["support"] = "measured"
+    return out
