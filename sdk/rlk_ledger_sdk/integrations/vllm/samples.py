@@ -32,7 +32,7 @@ class Identity(NamedTuple):
     model: str | None
     block_size: int | None
     sample_id: Named
-    group_id: Named
+    group_id: Callable[[Any, Any], str | None]
     loss_mask: Callable[[Any, Any], Sequence[int]] | None
 
 

@@ -48,7 +48,7 @@ _SAME = {"bfloat16": ("torch.bfloat16",), "float16": ("torch.float16", "half"), 
 
 
 def record_all(front: Front, requested: Mapping[str, Any], actual: Mapping[str, Any] | None) -> None:
-    """Records every setting. requested: engine arguments the user gave, by vLLM's names; actual: of the first worker."""
+    """Records every setting. requested: engine arguments the user gave, by vLLM's names; actual: of one worker."""
     seen = actual or {}
     for setting in IN_WORKERS:
         _one(front.config, setting, requested, seen.get(setting.path, UNOBSERVABLE), WORKER)
