@@ -203,7 +203,7 @@ def _layer(name: str) -> int | None:
     parts = name.split(".")
     numbers = [(i, int(part)) for i, part in enumerate(parts) if part.isdigit()]
     inside = [n for i, n in numbers if i and parts[i - 1] in ("layers", "blocks", "h")]
-    return (inside or [n for _, n in numbers] or [None])[0]
+    return next(iter(inside or [n for _, n in numbers]), None)
 
 
 def _first_tensor(output: Any) -> Any:
