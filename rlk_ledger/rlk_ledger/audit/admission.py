@@ -10,10 +10,11 @@ from typing import Any
 
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
+from rlk_ledger_schemas.modes import REASONS
 
 _TOLD = {
-    "downgraded": "consistency=strict was asked for and {n} batches were trained on under audit",
-    "failed": "consistency=strict refused {n} batches",
+    "downgraded": "consistency=strict was asked for and batches were trained on under audit",
+    "failed": "consistency=strict refused batches, which ended their steps",
 }
 _NEXT = "Complete the named fields where the samples are made, or ask for consistency=audit."
 
@@ -25,7 +26,7 @@ def detect(view: View) -> Iterable[Finding]:
         rows = [b for b in batches if b.get("outcome") == outcome]
         if rows:
             where = {"field": "consistency", "outcome": outcome, "batches": len(rows), "step": rows[0].get("step")}
-            yield Finding("evidence.incomplete", where, {"reason": told.format(n=len(rows))} | _why(rows), _NEXT)
+            yield Finding("evidence.incomplete", where, {"reason": told} | _why(rows), _NEXT)
     yield from _quarantined([b for b in batches if b.get("outcome") == "quarantined"])
     yield from _never_admitted(view, batches)
 
@@ -60,7 +61,7 @@ def _quarantined(rows: list[dict[str, Any]]) -> Iterable[Finding]:
         finding_id = "metadata.defaulted" if code == "metadata_defaulted" else "evidence.incomplete"
         where = {"field": field, "code": code, "sample_id": names[0] if names else None}
         evidence = {
-            "reason": f"strict left {len(names)} samples out of their batches: {code}",
+            "reason": f"strict left samples out of their batches: {REASONS[code].meaning if code in REASONS else code}",
             "samples": len(names),
             "quarantined": total,
             "sample_ids": names[:20],
