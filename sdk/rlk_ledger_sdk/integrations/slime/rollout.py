@@ -1,7 +1,6 @@
 """The hooks that run in the rollout manager: generation, sample hooks, dynamic sampling, the finished batch."""
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ class RolloutHooks:
     def __init__(self, framework: Framework) -> None:
         self.framework = framework
         self.tracker = Tracker()
-        self._finished: list[Any] = []  # weak references to what all_samples() was shown last
+        self._finished: list[tuple[int, str]] = []  # (identity, sample id) of what all_samples() was shown last
 
     async def generate(self, args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
         """--custom-generate-function-path: the job's own or the framework's default generation, recorded."""
@@ -66,7 +65,7 @@ class RolloutHooks:
         result = None if inner is None else inner(args, samples, data_source)
         if recording(self.framework, args, "rollout"):
             with guarded(f"{self.framework.name} all samples"):
-                self._finished = [weakref.ref(sample) for sample in flat(samples)]
+                self._finished = [(id(sample), sample_id(sample)) for sample in flat(samples)]
         return result
 
     def log_rollout(self, rollout_id: int, args: Any, samples: Sequence[Any], extra_metrics: Any, time_s: Any) -> Any:
@@ -111,11 +110,11 @@ class RolloutHooks:
     def _layout(self, rollout_id: int, samples: list[Any]) -> None:
         """The order of the batch, and what will not be trained on: removed samples and surplus ones."""
         chosen = {id(sample) for sample in samples}
-        surplus = [s for ref in self._finished if (s := ref()) is not None and id(s) not in chosen]
+        surplus = [name for identity, name in self._finished if identity not in chosen]
         self._finished = []
-        removed = [s for s in samples if getattr(s, "remove_sample", False)]
-        decisions = [{"kept": False, "reason": "remove_sample", "sample_id": sample_id(s)} for s in removed]
-        decisions += [{"kept": False, "reason": "not in the batch", "sample_id": sample_id(s)} for s in surplus]
+        removed = [sample_id(s) for s in samples if getattr(s, "remove_sample", False)]
+        decisions = [{"kept": False, "reason": "remove_sample", "sample_id": name} for name in removed]
+        decisions += [{"kept": False, "reason": "not in the batch", "sample_id": name} for name in surplus]
         order = [sample_id(s) for s in samples]
         record("batch.layout", layout_id=f"rollout-{rollout_id}", sample_order=order, decisions=decisions or None)
 

@@ -46,9 +46,13 @@ class Tracker:
 
     def _get(self, sample: Any) -> Seen:
         seen = self._seen.get(id(sample))
-        if seen is None or seen.alive() is not sample:
-            key = id(sample)
+        if seen is not None and seen.alive() is sample:
+            return seen
+        key = id(sample)
+        try:
             seen = self._seen[key] = Seen(weakref.ref(sample, lambda _: self._seen.pop(key, None)))
+        except TypeError:  # cannot be followed, only looked at
+            seen = Seen(lambda: sample)
         return seen
 
 
