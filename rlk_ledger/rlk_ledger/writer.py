@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def writer(
-    ledger: "Ledger", run_id: str, role: str = "replay", *, roles: dict[str, int] | None = None, **options: Any
+    ledger: "Ledger",
+    run_id: str,
+    role: str = "replay",
+    *,
+    roles: dict[str, int] | None = None,
+    all_or_nothing: bool = False,
+    **options: Any,
 ) -> Iterator[Recorder]:
-    """A recorder with a private spool, committed when the block ends (also when it raises).
+    """A recorder with a private spool, committed when the block ends (also when it raises, unless `all_or_nothing`).
 
     The run is joined as it is declared; a run that does not exist yet is declared with `roles`. `options` are those of
     `init()`. Raises ConfigError for bad options, StoreError when the bucket does not take the events: they then stay
@@ -43,11 +49,13 @@ def writer(
         if config is None:  # pragma: no cover - a Ledger always has a URL
             raise ConfigError("the ledger has no URL.")
         recorder = Recorder(config)
+        complete = not all_or_nothing
         try:
             yield recorder
+            complete = True
         finally:
             recorder.close("close", timeout=0.0)
-            errors = ship_once(spool, keep=False)
+            errors = ship_once(spool, keep=False) if complete else []
             done = not errors
             ledger.forget(run_id)
         if errors:

@@ -45,7 +45,9 @@ def read_sample(row: Row, step: int, number: int, origin: Source) -> Imported:
         sample.scores.append(score)
     if "teacher_log_probs" in row:
         teacher = row.values("teacher_log_probs", length)
-        sample.scores.append(Scored("teacher", teacher, origin, metadata={"weight_version": ABSENT, "dtype": ABSENT}))
+        classes = missing_where(row.nulls("teacher_log_probs", length))
+        unknown = {"weight_version": ABSENT, "dtype": ABSENT}
+        sample.scores.append(Scored("teacher", teacher, origin, classes, metadata=unknown))
     return sample
 
 

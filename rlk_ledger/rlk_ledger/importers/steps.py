@@ -151,11 +151,14 @@ def _missing(step: Step, samples: list[Imported]) -> list[Finding]:
         return []
     absent = sorted(set(range(max(step.ranks, default=-1) + 1)) - step.ranks)
     unscored = [s for s in samples if _owed(s) and not any(score.source == "training" for score in s.scores)]
-    if not absent and not unscored:
+    holes = [] if step.samples else _holes(step)
+    if not absent and not unscored and not holes:
         return []
     where: dict[str, Any] = {"field": "train_data", "step": step.number, "samples": len(unscored)}
     if absent:
         where["missing_ranks"] = absent
+    if holes:
+        where["missing_positions"] = holes[:20]
     evidence = {
         "reason": "the train files given do not cover every sample of the step",
         "ranks_found": sorted(step.ranks),
@@ -163,6 +166,14 @@ def _missing(step: Step, samples: list[Imported]) -> list[Finding]:
         "samples_in_step": len(samples),
     }
     return [Finding("evidence.incomplete", where, evidence, "Import the train files of every rank of the step.")]
+
+
+def _holes(step: Step) -> list[int]:
+    """Places of the rollout that no rank's rows have, where every row names one; without the rollout dump they tell."""
+    places = {row.position for row in step.rows if row.position is not None}
+    if len(places) < len({row.key for row in step.rows}):
+        return []
+    return sorted(set(range(max(places, default=-1) + 1)) - places)
 
 
 def _owed(sample: Imported) -> bool:

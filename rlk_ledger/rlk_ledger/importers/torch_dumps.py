@@ -31,6 +31,7 @@ class Step:
     """What the files of one rollout id hold; `shards` are (data-parallel layout, its file)."""
 
     number: int
+    rollout: Source | None = None
     samples: list[Imported] = field(default_factory=list)
     rows: list[TrainRow] = field(default_factory=list)
     shards: list[tuple[dict[str, Any], Source]] = field(default_factory=list)
@@ -82,9 +83,13 @@ def _read_file(source: Source, steps: dict[int, Step]) -> bool:
 
 
 def _rollout(step: Step, top: Row, source: Source) -> None:
+    if step.rollout is not None:
+        first = step.rollout.name
+        raise FormatError(
+            f"it is a second rollout dump of step {step.number}, after {first}; import each into its own run."
+        )
+    step.rollout = source
     seen: dict[int | None, int] = defaultdict(int)
-    for sample in step.samples:
-        seen[sample.index] += 1
     for number, value in enumerate(top.rows("samples")):
         row = Row(value, f"samples[{number}]")
         sample = read_sample(row, step.number, number, source)

@@ -248,6 +248,8 @@ def _opened(stream: IO[bytes]) -> tuple[zipfile.ZipFile, str]:
         raise FormatError("its members are compressed, which torch.save never does.")
     if sum(m.file_size for m in members) > stream.seek(0, 2):
         raise FormatError("its members claim more bytes than the file has.")
+    if len({m.filename for m in members}) != len(members):
+        raise FormatError("it holds two members of one name.")
     roots = [m.filename.removesuffix("data.pkl") for m in members if m.filename.rpartition("/")[2] == "data.pkl"]
     if len(roots) != 1:
         raise FormatError("it is a zip file, but not one that torch.save writes: it has no single `data.pkl`.")

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numpy as np
-
 from rlk_ledger.importers.joining import TrainRow
 from rlk_ledger.importers.model import ABSENT, MEASURED, Scored, Source, Values
+from rlk_ledger.importers.rollout_rows import missing_where
 from rlk_ledger.importers.rows import Row
 from rlk_ledger.importers.torch_files import Tensor
 
@@ -41,12 +40,11 @@ def read_row(row: Row, rank: int | None, origin: Source) -> TrainRow:
     if total is not None and total != len(ids):
         raise row.fail(f"`total_lengths` is {total} and there are {len(ids)} `tokens`.")
     cut = len(ids) - length
-    mask = row.mask("loss_masks", length) if "loss_masks" in row else np.ones(length, np.uint8)
     out = TrainRow(
         where=f"{origin.name}: {row.where}",
         prompt=ids[:cut],
         response=ids[cut:],
-        mask=mask,
+        mask=row.mask("loss_masks", length),
         origin=origin,
         index=row.maybe_count("sample_index"),
         position=row.maybe_count("rollout_position"),
@@ -67,7 +65,8 @@ def _score(row: Row, name: str, source: str, length: int, into: TrainRow) -> Sco
             f"`{name}` has {value.shape[0]} values for {length} response tokens; the parts that context-parallel ranks "
             "hold do not say which tokens they are, so dump with context parallelism off."
         )
-    score = Scored(source, row.values(name, length), into.origin, ids=into.response, mask=into.mask)
+    missing = missing_where(row.nulls(name, length))
+    score = Scored(source, row.values(name, length), into.origin, missing, ids=into.response, mask=into.mask)
     dtype = value.dtype if isinstance(value, Tensor) else None
     score.fields["dtype"] = dtype
     score.metadata = {"weight_version": ABSENT, "dtype": ABSENT if dtype is None else MEASURED}

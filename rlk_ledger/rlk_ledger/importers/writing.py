@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from rlk_ledger.build import event
 from rlk_ledger.importers.declared import Declared
 from rlk_ledger.importers.model import Batch, Imported, Layout, Scored
 from rlk_ledger.ledger import Ledger, open_ledger
 from rlk_ledger.store import open_store
-from rlk_ledger_schemas.errors import LedgerError, UsageError
+from rlk_ledger_schemas.errors import FormatError, LedgerError, UsageError
 from rlk_ledger_schemas.fingerprints import contract_id, mask_digest, sha256, token_digest
 from rlk_ledger_schemas.objects import FORMAT, LedgerInfo
 
@@ -62,6 +63,7 @@ def write(url: str, run_id: str, batch: Batch, declared: Declared, progress: Cal
     ledger = _ledger(url)
     held = read_held(ledger, run_id)
     events = list(_new_events(batch, declared, held))
+    _check(run_id, events)
     count = sum(1 for kind, _ in events if kind == "rollout.sample")
     scores: dict[str, int] = {}
     for kind, fields in events:
@@ -79,10 +81,29 @@ def _record(
     files = {source.name: f"sha256:{source.sha256}" for source in batch.sources}
     environment = {"import": {"format": batch.format, "files": files}}
     options: dict[str, Any] = {"budget_bytes": _BUDGET, "environment": environment, "engine": {"name": batch.format}}
-    with ledger.writer(run_id, role="import", **options) as recorder:
-        for number, (kind, fields) in enumerate(events):
+    total, done = sum(map(_size, events)), 0
+    with ledger.writer(run_id, role="import", all_or_nothing=True, **options) as recorder:
+        for kind, fields in events:
+            done += _size((kind, fields))
             recorder.record(kind, **fields)
-            progress(number + 1, len(events))
+            progress(done, total)
+
+
+def _size(emit: Emit) -> int:
+    """Bytes of an event's arrays."""
+    return sum(value.nbytes for value in emit[1].values() if isinstance(value, np.ndarray))
+
+
+def _check(run_id: str, events: list[Emit]) -> None:
+    """Makes every event once, so that none can fail while they are recorded; raises EventError, FormatError."""
+    for kind, fields in events:
+        try:
+            event(run_id, "0" * 32, 0, kind, **fields)
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, UsageError):
+                raise
+            sample = fields.get("sample_id", "")
+            raise FormatError(f"{kind} {sample} cannot be stored: {error}.") from None
 
 
 def _ledger(url: str) -> Ledger:
