@@ -39,7 +39,7 @@ def attach(
     before = vars(front.engine).get(_ATTRIBUTE)
     if before is not None:
         before.detach()
-        front = Front(llm)
+        front = Front(llm)  # its methods unwrapped
     watch = Watch(
         front,
         engine,
@@ -52,6 +52,8 @@ def attach(
     )
     if not current().enabled:
         return watch
+    if before is not None:
+        watch.take_over(before)
     front.engine.__dict__[_ATTRIBUTE] = watch
     if front.is_async:
         if wrap:

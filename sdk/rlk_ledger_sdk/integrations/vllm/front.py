@@ -4,8 +4,10 @@ from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_sdk.integrations.vllm import plugin, worker
+from rlk_ledger_sdk.integrations.vllm.scheduler import settings_in_force
 
 _BY_NAME = {"weights": "rlk_ledger_weights", "describe": "rlk_ledger_describe"}
+_SCHEDULER = "rlk_ledger_scheduler"
 _BY_FUNCTION = {"weights": worker.weights_held, "describe": worker.worker_described}
 
 
@@ -34,6 +36,24 @@ class Front:
         """Whether workers can be asked: they live here, or the plugin or the worker extension is in them."""
         named = str(self.config.parallel_config.worker_extension_cls or "")
         return self.core is not None or plugin.active() or named.endswith("vllm.worker.LedgerExtension")
+
+    def given(self) -> dict[str, Any]:
+        """The engine arguments the user gave, when the plugin was there to see them."""
+        if not plugin.active():
+            return {}
+        from rlk_ledger_sdk.integrations.vllm import automatic
+
+        return automatic.requested(self.config)
+
+    def scheduler(self) -> dict[str, Any]:
+        """Settings in force in the engine core's scheduler; empty where it cannot be asked (LLM, LLMEngine)."""
+        if self.core is not None:
+            return settings_in_force(self.core)
+        return dict(self.engine.engine_core.call_utility(_SCHEDULER)) if plugin.active() else {}
+
+    async def scheduler_async(self) -> dict[str, Any]:
+        """The same of an AsyncLLM."""
+        return dict(await self.engine.engine_core.call_utility_async(_SCHEDULER)) if plugin.active() else {}
 
     def call(self, question: str) -> tuple[Any, ...]:
         """What to pass to `collective_rpc` to ask every worker `weights` or `describe`."""

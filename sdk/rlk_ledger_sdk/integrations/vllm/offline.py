@@ -13,7 +13,8 @@ def begin(watch: Watch) -> None:
     get = getattr(watch.front.engine, "get_weight_version", None)
     if get is not None:
         watch.label_initial(get())
-    watch.describe(watch.ask("describe"))
+    if not watch.ready:
+        watch.describe(watch.ask("describe"), watch.front.scheduler())
     _settle(watch)
 
 
@@ -26,6 +27,8 @@ def wrap(watch: Watch) -> None:
     put(engine, "collective_rpc", lambda original: _calling(watch, original))
     put(engine, "set_weight_version", lambda original: _naming(watch, original))
     put(engine, "reset_prefix_cache", lambda original: _flushing(watch, original))
+    if watch.front.core is not None:
+        put(watch.front.core.scheduler, "schedule", watch.steps.wrap)
 
 
 def _settle(watch: Watch) -> None:

@@ -26,7 +26,7 @@ class _Starting:
                 if not watch.ready:
                     get = getattr(watch.front.engine, "get_weight_version", None)
                     watch.label_initial(await get() if get is not None else None)
-                    watch.describe(await watch.ask_async("describe"))
+                    watch.describe(await watch.ask_async("describe"), await watch.front.scheduler_async())
                 if watch.versions.unsettled and watch.versions.current is not None:
                     watch.settle(await watch.ask_async("weights"))
 

@@ -3,23 +3,30 @@
 import os
 
 VARIABLE = "RLK_VLLM"
+"""0 or unset: nothing. Anything else: record every engine of the process; other than 1 it is the engine's name."""
+WORKERS = "RLK_VLLM_WORKERS"
+"""Set by `enable()`: prepare engine cores and workers, attach to nothing by itself."""
 _active = False
 
 
 def register() -> None:
-    """Does nothing, and imports nothing, unless the environment variable RLK_VLLM asks for it (any value but 0)."""
+    """Does nothing, and imports nothing, unless RLK_VLLM or `enable()` asks for it."""
     global _active
-    if _active or os.environ.get(VARIABLE) in (None, "", "0"):
+    asked = os.environ.get(VARIABLE) not in (None, "", "0")
+    if _active or not (asked or os.environ.get(WORKERS)):
         return
     from rlk_ledger_sdk.integrations.vllm import automatic
 
     _active = True
-    automatic.install()
+    automatic.install(VARIABLE if asked else WORKERS, attach_all=asked)
 
 
 def enable() -> None:
-    """Asks for the plugin in this process and in the processes vLLM starts from now on: call it before the engine."""
-    os.environ[VARIABLE] = "1"
+    """Prepares this process, and those vLLM starts from it, for `attach`: call it before the engine is built.
+
+    An engine whose workers are other processes cannot be asked for digests and settings without it.
+    """
+    os.environ[WORKERS] = "1"
     register()
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from rlk_ledger_schemas.fingerprints import token_digest
 from rlk_ledger_sdk.api import record
 from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts, recorded
+from rlk_ledger_sdk.integrations.vllm.steps import Prefill
 from rlk_ledger_sdk.integrations.vllm.values import classes, numbers, sampled
 
 UNSET_VERSION = "default"
@@ -24,6 +25,11 @@ class Request(NamedTuple):
     cache_version: str | None = None
     """The weight version at the last reset of the prefix cache; None when there has been none since the start."""
 
+    @property
+    def siblings(self) -> bool:
+        """Whether other completions belong to the same request."""
+        return self.params is not None and int(self.params.n) > 1
+
 
 class Identity(NamedTuple):
     """How samples of one watch are named and what they all carry."""
@@ -37,13 +43,16 @@ class Identity(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A completion as recorded. `chunks` are prefill boundaries when a hook in the engine measured them."""
+    """A completion as recorded."""
 
     output: Any
     completion: Any
     request: Request
     version_now: str | None
-    chunks: Sequence[int] | None = None
+    name: str
+    """The completion's name after its request: the sample id unless the user has another rule."""
+    prefill: Prefill | None = None
+    """As the hook in the engine measured it; None where there is none."""
 
 
 def record_completion(
@@ -70,9 +79,10 @@ def record_completion(
         stamp_rule=rule,
         engine=who.engine,
         model=who.model,
-        cache=_cache(output, who, request, source),
-        chunks=_chunks(finished.chunks, source),
+        cache=_cache(finished, who, source),
+        chunks=_chunks(finished.prefill, source),
         metadata_source=source or None,
+        labels=None if sample_id == finished.name else {"request": finished.name},
         **prompt,
         **_extras(completion, len(tokens), source),
     )
@@ -112,11 +122,20 @@ def _spans(finished: Finished, length: int, source: dict[str, str]) -> tuple[lis
     return [{"version": version, "start": 0, "end": length}], "last_version_loaded_before_the_request"
 
 
-def _cache(output: Any, who: Identity, request: Request, source: dict[str, str]) -> dict[str, Any] | None:
-    cached = output.num_cached_tokens
-    if cached is None:
+def _cache(finished: Finished, who: Identity, source: dict[str, str]) -> dict[str, Any] | None:
+    """The prefix cache as this completion met it.
+
+    An output of several completions carries the count of the one that finished last; it says nothing of the others.
+    """
+    request = finished.request
+    if finished.prefill is not None:
+        cached = finished.prefill.cached
+    elif finished.output.num_cached_tokens is not None and len(finished.output.outputs) == 1 and not request.siblings:
+        cached = finished.output.num_cached_tokens
+    else:
         source["cache"] = "absent"
         return None
+    source["cache"] = "measured"
     out: dict[str, Any] = {"cached_tokens": int(cached)}
     if who.block_size is not None:
         out["block_size"] = who.block_size
@@ -126,9 +145,9 @@ def _cache(output: Any, who: Identity, request: Request, source: dict[str, str])
     return out
 
 
-def _chunks(chunks: Sequence[int] | None, source: dict[str, str]) -> Sequence[int] | None:
-    source["chunks"] = "absent" if chunks is None else "measured"
-    return chunks
+def _chunks(prefill: Prefill | None, source: dict[str, str]) -> list[int] | None:
+    source["chunks"] = "absent" if prefill is None else "measured"
+    return None if prefill is None else prefill.ends
 
 
 def _extras(completion: Any, length: int, source: dict[str, str]) -> dict[str, Any]:

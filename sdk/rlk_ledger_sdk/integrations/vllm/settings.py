@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlk_ledger_sdk.integrations.vllm.front import Front
 from rlk_ledger_sdk.knobs import UNOBSERVABLE, read_back
 
 WORKER = "read in the worker"
@@ -47,31 +46,17 @@ IN_SCHEDULER = (
 _SAME = {"bfloat16": ("torch.bfloat16",), "float16": ("torch.float16", "half"), "float32": ("torch.float32", "float")}
 
 
-def record_all(front: Front, requested: Mapping[str, Any], actual: Mapping[str, Any] | None) -> None:
-    """Records every setting. requested: engine arguments the user gave, by vLLM's names; actual: of one worker."""
-    seen = actual or {}
+def record_all(config: Any, requested: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
+    """Records every setting.
+
+    config: vLLM's. requested: engine arguments the user gave, by vLLM's names. seen: what is in force by path, from one
+    worker and the scheduler; what is missing there is unobservable.
+    """
     for setting in IN_WORKERS:
-        _one(front.config, setting, requested, seen.get(setting.path, UNOBSERVABLE), WORKER)
-    _special(front.config, requested, seen)
-    if front.core is not None:
-        record_scheduler(front.config, front.core, requested)
-    else:
-        for setting in IN_SCHEDULER:
-            _one(front.config, setting, requested, UNOBSERVABLE, SCHEDULER)
-
-
-def record_scheduler(config: Any, core: Any, requested: Mapping[str, Any]) -> None:
-    """Records the settings that live in the engine core, from its scheduler."""
-    scheduler = core.scheduler
-    values = {
-        "scheduler.chunked_prefill": bool(scheduler.scheduler_config.enable_chunked_prefill),
-        "scheduler.max_num_seqs": int(scheduler.max_num_running_reqs),
-        "scheduler.max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
-        "scheduler.async": "Async" in type(scheduler).__name__,
-        "kv_cache.prefix_caching": bool(scheduler.kv_cache_manager.enable_caching),
-    }
+        _one(config, setting, requested, seen.get(setting.path, UNOBSERVABLE), WORKER)
+    _special(config, requested, seen)
     for setting in IN_SCHEDULER:
-        _one(config, setting, requested, values[setting.path], SCHEDULER)
+        _one(config, setting, requested, seen.get(setting.path, UNOBSERVABLE), SCHEDULER)
 
 
 def _one(config: Any, setting: Setting, requested: Mapping[str, Any], actual: Any, evidence: str) -> None:

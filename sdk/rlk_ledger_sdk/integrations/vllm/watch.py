@@ -10,11 +10,12 @@ from rlk_ledger_schemas.fingerprints import token_digest
 from rlk_ledger_sdk.api import current, record
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
-from rlk_ledger_sdk.integrations.vllm import loads, settings
+from rlk_ledger_sdk.integrations.vllm import loads, names, settings
 from rlk_ledger_sdk.integrations.vllm.front import Front
 from rlk_ledger_sdk.integrations.vllm.requests import InFlight
 from rlk_ledger_sdk.integrations.vllm.samples import UNSET_VERSION, Finished, Identity, Request, record_completion
 from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts
+from rlk_ledger_sdk.integrations.vllm.steps import Steps
 from rlk_ledger_sdk.integrations.vllm.versions import Versions
 from rlk_ledger_sdk.integrations.vllm.wraps import Wraps
 
@@ -53,7 +54,7 @@ class Watch:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._count = itertools.count()
         self._prefix = str(current().writer_id or "")
-        self._own_ids = not front.is_async  # LLM counts its requests from 0, in every process
+        self.steps = Steps(engine, self._prefix, lambda: str(current().writer_id))
         self._identity = Identity(
             engine=engine,
             model=front.model,
@@ -66,10 +67,10 @@ class Watch:
     def sample_id(self, output: Any, completion: Any) -> str:
         """The sample id of one completion of a RequestOutput, unless `attach` was given another rule.
 
-        `<request id>-<index>`; requests that vLLM itself numbered from 0 carry this process's writer id in front.
+        `<request id>-<index>`; a request id that is only a number, as vLLM's own count is, carries this process's
+        writer id in front. Under another rule this name is the sample's label `request`.
         """
-        request = f"{self._prefix}-{output.request_id}" if self._own_ids else str(output.request_id)
-        return f"{request}-{completion.index}"
+        return names.completion(str(output.request_id), completion.index, self._prefix)
 
     def record(self, outputs: Any, sampling_params: Any = None) -> list[str]:
         """Records finished completions of one RequestOutput or of several; returns their sample ids.
@@ -108,6 +109,15 @@ class Watch:
         """Stops recording; every method that was wrapped is again what it was."""
         self.wraps.undo()
 
+    def take_over(self, before: "Watch") -> None:
+        """Goes on where the watch that was attached before left off: what it said is not said again."""
+        before.detach()
+        version = self.versions.current
+        self.versions, self._digest = before.versions, before._digest
+        self.in_flight, self.ready, self._contracts = before.in_flight, before.ready, before._contracts
+        if version is not None:
+            self.versions.named(version)
+
     def request(self, params: Any) -> Request:
         """What is known as a request is added."""
         return Request(params, self.versions.current, self.versions.cache_writer)
@@ -116,15 +126,16 @@ class Watch:
         """Records every completion that `output` finishes."""
         done: list[str] = []
         for completion, request in self.in_flight.finished(output):
-            finished = Finished(output, completion, request, self.versions.current)
+            name = self.sample_id(output, completion)
+            finished = Finished(output, completion, request, self.versions.current, name, self.steps.take(name))
             prompt = self._prompt(output.prompt_token_ids)
             done.append(record_completion(finished, self._identity, self._contracts, prompt))
         return done
 
-    def describe(self, answers: Sequence[Mapping[str, Any]] | None) -> None:
+    def describe(self, answers: Sequence[Mapping[str, Any]] | None, scheduler: Mapping[str, Any]) -> None:
         """Declares the contracts and records the settings of the running engine, once.
 
-        answers: one per worker, or None where workers cannot be asked.
+        answers: one per worker, or None where workers cannot be asked. scheduler: its settings in force, by path.
         """
         self.ready = True
         mode = str(self.front.config.model_config.logprobs_mode)
@@ -135,7 +146,8 @@ class Watch:
             declare(kind, body)
         for fields in first.get("collectives", ()):
             record("collective.observed", **fields)
-        settings.record_all(self.front, self._requested, first.get("settings"))
+        requested = {**self.front.given(), **self._requested}
+        settings.record_all(self.front.config, requested, {**first.get("settings", {}), **scheduler})
 
     def settle(self, answers: Sequence[Mapping[str, Any]] | None) -> None:
         """Records what the workers hold under the current version. answers: one per worker; None: already done."""
