@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlk_ledger.classes import MISSING
+from rlk_ledger.classes import FINITE, MISSING
 from rlk_ledger.history import History, Sample, Score
 
 
@@ -241,6 +241,7 @@ def _join_vocab(series: Series, sample: Sample, ordered: list[tuple[dict[str, An
     lengths = {len(array) for held in partials for array in held.values()}
     if _owned(sample, where, ordered) and lengths == {len(first.values)}:
         series.values[where] = _merge_partials(sample, ordered, where)[: where.stop - where.start]
+        series.recorded[where] = FINITE  # a rank alone may say `missing`; what the merged bits are, they say themselves
     else:
         series.values[where], series.recorded[where] = np.nan, MISSING
 

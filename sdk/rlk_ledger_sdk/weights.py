@@ -36,6 +36,28 @@ def sum64x2(name: str, tensor: Any, start: int = 0) -> tuple[int, int]:
     return totals[0], totals[1]
 
 
+def sum64x2_columns(name: str, tensor: Any, start: int, width: int) -> tuple[int, int]:
+    """The pair of sums of a 2-D part [rows, columns] of a tensor whose full rows have `width` elements.
+
+    `start` is the flat index of the part's first element in the whole tensor; row r of the part begins at
+    start + r x width. Raises UsageError like `sum64x2`.
+    """
+    rows, columns = tensor.shape
+    if columns == width:
+        return sum64x2(name, tensor, start)
+    sums_of, flat, size = _adapter(name, tensor)
+    seeds = sum64x2_seeds(name)
+    totals = [0, 0]
+    step = max(1, CHUNK // max(1, columns))
+    for low in range(0, rows if size else 0, step):
+        part = flat[low * columns : (low + step) * columns]
+        first = start + low * width + 1
+        for k in (0, 1):
+            counter = (seeds[k] + first * GOLDEN64) & MASK64
+            totals[k] = (totals[k] + sums_of(part, counter, columns, width)) & MASK64
+    return totals[0], totals[1]
+
+
 def state_digest(tensors: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """(digest of all, digest of each) of named tensors, as `sum64x2:<32 hex>`; raises UsageError."""
     if not isinstance(tensors, Mapping):
@@ -66,11 +88,14 @@ def _numpy_bits(name: str, tensor: Any) -> tuple[Any, int]:
     return flat.view(f"<u{width}"), flat.size
 
 
-def _numpy_sum(bits: Any, counter: int) -> int:
+def _numpy_sum(bits: Any, counter: int, columns: int = 0, width: int = 0) -> int:
     numpy = sys.modules["numpy"]
     u64 = numpy.uint64
     with numpy.errstate(over="ignore"):
-        z = numpy.arange(bits.size, dtype=u64) * u64(GOLDEN64) + u64(counter)
+        index = numpy.arange(bits.size, dtype=u64)
+        if columns:
+            index = index + index // u64(columns) * u64(width - columns)
+        z = index * u64(GOLDEN64) + u64(counter)
         for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS):
             z = (z ^ (z >> u64(shift))) * u64(multiplier)
         z ^= z >> u64(_SHIFTS[2])
@@ -87,9 +112,12 @@ def _torch_bits(name: str, tensor: Any) -> tuple[Any, int]:
     return flat.view(views[width]), flat.numel()
 
 
-def _torch_sum(bits: Any, counter: int) -> int:
+def _torch_sum(bits: Any, counter: int, columns: int = 0, width: int = 0) -> int:
     torch = sys.modules["torch"]
-    z = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) * _signed(GOLDEN64) + _signed(counter)
+    index = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
+    if columns:
+        index = index + index.div(columns, rounding_mode="floor") * (width - columns)
+    z = index * _signed(GOLDEN64) + _signed(counter)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS):
         z = (z ^ _logical_shift(z, shift)) * _signed(multiplier)
     z = z ^ _logical_shift(z, _SHIFTS[2])

@@ -1,7 +1,8 @@
 """A Megatron-core GPT of a Hugging Face Qwen3 folder on CPU ranks over gloo: build, load, score, learn, export.
 
 The engine is unmodified; what a CPU needs is three shims (`use_cpu`): the current CUDA device is the CPU, moving a
-tensor to it is no move, and the CUDA random state is not forked. Everything here is called by every rank of the job, in the same order.
+tensor to it is no move, and the CUDA random state is not forked. Everything here is called by every rank of the job, in
+the same order.
 
 Legend: S positions (padded), B rows, V vocabulary entries of this rank, H hidden size.
 """
@@ -120,12 +121,11 @@ def build(folder: str | Path, dtype: str = "bfloat16", *, vocab: int | None = No
 
 def _tp() -> tuple[int, int]:
     """This rank's place among the tensor-parallel ranks, and how many there are."""
-    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    return ranks
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def load(model: GPTModel, folder: str | Path) -> None:
-    """Copies this rank's share of the tensors in `folder` into the model; raises KeyError for one that has no source."""
+    """Copies this rank's share of the tensors in `folder` into the model; raises KeyError for one without a source."""
     tensors = load_file(Path(folder) / "model.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

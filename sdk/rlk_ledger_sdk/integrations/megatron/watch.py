@@ -1,0 +1,207 @@
+"""The recorder of one Megatron rank: what it declares once, its scoring passes, its published weights."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlk_ledger_schemas.errors import UsageError
+from rlk_ledger_sdk.api import record
+from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.integrations.megatron import contracts
+from rlk_ledger_sdk.integrations.megatron.modules import Stage, unwrap
+from rlk_ledger_sdk.integrations.megatron.place import Place, read_place, version
+from rlk_ledger_sdk.integrations.megatron.scoring import Scoring, Unwatched, Vocabulary
+from rlk_ledger_sdk.integrations.megatron.settings import record_collectives, record_settings
+from rlk_ledger_sdk.integrations.megatron.weights import held_by_group, held_by_rank
+from rlk_ledger_sdk.knobs import read_back
+from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
+
+
+class Watch:
+    """What `attach` returns. `place` is None while recording is off, and every call then does nothing."""
+
+    def __init__(self, engine: str, stage: Stage, place: Place, temperature: float, vocabulary: Vocabulary) -> None:
+        self.engine = engine
+        self.place = place
+        self._stage = stage
+        self._temperature = temperature
+        self._vocabulary = vocabulary
+        self._layouts = 0
+
+    @contextlib.contextmanager
+    def scoring(
+        self,
+        pass_id: str = "logprob",
+        *,
+        weight_version: str,
+        source: str = "training",
+        temperature: float | None = None,
+        reduce: bool = False,
+    ) -> Iterator[Scoring]:
+        """Records the log-probabilities of every micro-batch that is announced and run inside the block.
+
+        pass_id: names the pass ("logprob", "train", ...); passes are separate series. weight_version: the weights the
+        model holds now. temperature: what the logits are divided by before the softmax (attach's by default). reduce:
+        also compute the values here, by two all-reduces over the tensor group a micro-batch, which every tensor rank
+        must then enter; without it nothing is communicated and each rank records its partials.
+        """
+        heat = self._temperature if temperature is None else temperature
+        group = _groups()["tp"] if reduce and self.place.tp.size > 1 else None
+        scored = Scoring(
+            self,
+            self._vocabulary,
+            pass_id=pass_id,
+            weight_version=weight_version,
+            source=source,
+            temperature=float(heat),
+            group=group,
+        )
+        with self._hooked(scored):
+            yield scored
+
+    @contextlib.contextmanager
+    def _hooked(self, scored: Scoring) -> Iterator[None]:
+        """The output layer's forward hook, for the length of the block; what it saw is recorded after an error too."""
+        model = self._stage.scoring
+        handle = None if model is None else model.output_layer.register_forward_hook(_hook(scored))
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+            with guarded("megatron.scoring"):
+                scored.settle()
+
+    def published(
+        self,
+        weight_version: str,
+        path: str | None = None,
+        *,
+        dtype: Any = None,
+        stamp_rule: str | None = None,
+        file_digest: str | None = None,
+    ) -> Reference:
+        """Records `weights.published`: the digest of the weights this job holds, under Hugging Face names.
+
+        Every rank calls it, like a checkpoint. The tensor and pipeline ranks of the first data-parallel replica
+        exchange names and integer sums (one all_gather_object, nothing with one rank); the first of them records.
+        path: where the checkpoint was written, for replay. dtype: the torch dtype the export casts to, when it casts.
+        """
+        reference = NOT_RECORDED
+        if self.place.dp.rank or self.place.cp.rank:
+            return reference
+        with guarded("megatron.published"):
+            held = held_by_rank(self._stage, self.place, self._vocabulary.real, dtype)
+            if self.place.tp.size * self.place.pp.size > 1:
+                held = held_by_group(held, _groups()["model"])
+            if self.place.tp.rank == 0 and self.place.pp.rank == 0:
+                reference = record(
+                    "weights.published",
+                    weight_version=weight_version,
+                    digest=held.digest,
+                    tensor_count=len(held.tensors),
+                    stamp_rule=stamp_rule,
+                    skipped=held.skipped or None,
+                    tensors=held.listed(),
+                    path=path,
+                    file_digest=file_digest,
+                )
+        return reference
+
+    def logprob_contract(self, logits: Any, temperature: float) -> str:
+        """The id of the contract under which these logits become log-probabilities, declared when first seen."""
+        model = self._stage.scoring
+        return declare("logprob", contracts.logprob_body(model, logits, temperature, self._vocabulary[:2]))
+
+    def next_layout(self) -> int:
+        """The number of the next micro-batch of this process, counted over all passes."""
+        self._layouts += 1
+        return self._layouts - 1
+
+    def declare_once(self, requested: Mapping[str, Any]) -> None:
+        """Records settings, contracts and collectives of this rank."""
+        record_settings(self._stage, self.place, requested)
+        record_collectives(self._stage, self.place, _groups())
+        for kind, body_of in (
+            ("norm", contracts.norm_body),
+            ("attention", contracts.attention_body),
+            ("rope", contracts.rope_body),
+        ):
+            body = body_of(self._stage.first)
+            if body is not None:
+                declare(kind, body)
+
+
+class Off:
+    """Stands in for a Watch while recording is off: nothing is wrapped, looked at or communicated."""
+
+    place = None
+
+    @contextlib.contextmanager
+    def scoring(self, pass_id: str = "logprob", **options: Any) -> Iterator[Unwatched]:
+        """A block that records nothing."""
+        yield Unwatched()
+
+    def published(self, weight_version: str, path: str | None = None, **options: Any) -> Reference:
+        """Records nothing."""
+        return NOT_RECORDED
+
+
+def attach(
+    model: Any,
+    engine: str,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    padded_vocab_policy: str = "include",
+    requested: Mapping[str, Any] | None = None,
+) -> Watch | Off:
+    """Declares this rank (settings, collectives, contracts) and returns its Watch; Off while recording is off.
+
+    model: a GPTModel or a list of chunks, wrapped or not. engine: the instance's name, as in "training-0". temperature:
+    what the trainer divides logits by. vocab_size: entries without padding, when the vocabulary is padded.
+    padded_vocab_policy: "include" when the softmax sums over the padding too (Megatron's does), "mask" when the trainer
+    masks it. requested: settings the user asked for, by the paths of `settings.readings`. Raises UsageError for what is
+    no Megatron model and for an unknown policy.
+    """
+    opened = read_back(
+        "megatron.version", requested=None, actual=version(), evidence="megatron.core.__version__", lifecycle="build"
+    )
+    if opened.writer_id is None:
+        return Off()
+    if padded_vocab_policy not in ("include", "mask"):
+        raise UsageError(f"megatron.attach: padded_vocab_policy is {padded_vocab_policy!r}; use include or mask.")
+    stage = unwrap(model)
+    size = int(stage.first.vocab_size)
+    watch = Watch(engine, stage, read_place(), temperature, _vocabulary(size, vocab_size, padded_vocab_policy))
+    with guarded("megatron.attach"):
+        watch.declare_once(requested or {})
+    return watch
+
+
+def _vocabulary(size: int, real: int | None, policy: str) -> Vocabulary:
+    if real is not None and not 0 < real <= size:
+        raise UsageError(f"megatron.attach: vocab_size is {real}, the model has {size} entries; it cannot have fewer.")
+    return Vocabulary(size, size if policy == "include" or real is None else real, real or size)
+
+
+def _hook(scored: Scoring) -> Any:
+    """A forward hook that looks and returns nothing, so that the output stays the engine's own object."""
+
+    def look(module: Any, given: Any, output: Any) -> None:
+        with guarded("megatron.logprobs"):
+            scored.saw_logits(output[0] if isinstance(output, tuple) else output)
+
+    return look
+
+
+def _groups() -> dict[str, Any]:
+    from megatron.core import parallel_state as state
+
+    return {
+        "tp": state.get_tensor_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "dp": state.get_data_parallel_group(with_context_parallel=True),
+        "model": state.get_model_parallel_group(),
+    }

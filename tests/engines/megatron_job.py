@@ -1,0 +1,99 @@
+"""One rank of a small Megatron job: scores and learns from given samples, publishes its weights, records all of it.
+
+Run as `python megatron_job.py JOB.json RANK`; the tests write the JSON and start the ranks. Keys of the job: store,
+world, tp, pp, model, ledger, run_id, spool, samples [{sample_id, prompt, response, mask}], version, and what else the
+branches below read.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_model as mm
+import torch
+import torch.distributed as dist
+
+import rlk_ledger
+from rlk_ledger.integrations import megatron
+
+PAD = 258
+
+
+def micro_batches(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The job's samples, `micro_batch` at a time."""
+    size = job.get("micro_batch", 3)
+    return [job["samples"][i : i + size] for i in range(0, len(job["samples"]), size)]
+
+
+def batch_of(part: list[dict[str, Any]]) -> mm.Batch:
+    """A micro-batch padded on the right."""
+    return mm.pad([s["prompt"] for s in part], [s["response"] for s in part], PAD)
+
+
+def announce(scored: Any, part: list[dict[str, Any]], batch: mm.Batch) -> None:
+    """Tells the pass what the next forward scores."""
+    masks = [s["mask"] for s in part]
+    scored.batch([s["sample_id"] for s in part], batch.rows, batch.responses, masks, padded_to=batch.ids.shape[1])
+
+
+def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The whole job on this rank; returns what the tests compare."""
+    mm.start(rank, job["world"], job["store"], tp=job["tp"], pp=job.get("pp", 1))
+    if job.get("ledger") and rank not in job.get("silent", []):
+        rlk_ledger.init(
+            job["ledger"],
+            run_id=job["run_id"],
+            role="training",
+            roles={"rollout": 1, "training": job["world"]},
+            spool=job["spool"],
+            shipper="off",
+            on_error="raise",
+            **megatron.init_options("training-0"),
+        )
+    model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
+    watch = megatron.attach(model, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
+    out: dict[str, Any] = {}
+    with rlk_ledger.scope(step=0):
+        watch.published(job["version"], job["model"])
+        scores = []
+        with watch.scoring("logprob", weight_version=job["version"], reduce=job.get("reduce", False)) as scored:
+            for part in micro_batches(job):
+                batch = batch_of(part)
+                announce(scored, part, batch)
+                values = mm.score(model, batch, job["temperature"])
+                if job.get("give_values"):
+                    scored.values(values)
+                scores += [row.tolist() for row in values]
+        out["values"] = scores
+        learner = mm.Learner(model)
+        losses = []
+        with watch.scoring("train", weight_version=job["version"]) as scored:
+            for part in micro_batches(job):
+                batch = batch_of(part)
+                announce(scored, part, batch)
+                losses.append(learner.backward(batch, [1.0, -0.5, 0.25][: len(part)], job["temperature"]))
+        out["losses"] = losses
+        out["gradients"] = [None if p.grad is None else p.grad.float().sum().item() for p in model.parameters()]
+        learner.step()
+    if job.get("export"):
+        tensors = mm.export(model, job["model"], job["export"])
+        with rlk_ledger.scope(step=1):
+            watch.published(job["version"] + "+1", job["export"])
+        out["exported"] = None if tensors is None else rlk_ledger.state_digest(tensors)[0]
+    rlk_ledger.close()
+    return out
+
+
+def main(path: str, rank: int) -> None:
+    """Runs the job and writes this rank's result beside it."""
+    torch.manual_seed(0)
+    job = json.loads(Path(path).read_text())
+    result = run(job, rank)
+    Path(path).with_name(f"result-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    mm.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
