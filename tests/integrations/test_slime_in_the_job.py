@@ -15,10 +15,9 @@ import rlk_ledger
 from rlk_ledger.history import load_history
 from rlk_ledger_schemas.errors import ConfigError
 from rlk_ledger_sdk import api
-from rlk_ledger_sdk.integrations import vime
+from rlk_ledger_sdk.integrations import opening, vime
 from rlk_ledger_sdk.integrations.slime import framework as frameworks
 from rlk_ledger_sdk.integrations.slime import generate, log_rollout, postprocess, tis
-from rlk_ledger_sdk.integrations.slime import job as opening
 from rlk_ledger_sdk.integrations.slime.samples import reward_of, rollout_contract
 from rlk_ledger_sdk.testing import capture
 

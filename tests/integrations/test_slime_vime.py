@@ -176,17 +176,6 @@ def tokenised_again(done: Job) -> AuditResult:
     return done.roll(change=change).train().audit()
 
 
-def stale(done: Job) -> AuditResult:
-    done.roll()
-    done.train_data = [(r, version, data) for r, version, data in done.train_data]
-    original = job.log_table
-    job.log_table = lambda version, t: original(max(version - 1, 1), t)
-    try:
-        return done.train().audit()
-    finally:
-        job.log_table = original
-
-
 @pytest.mark.parametrize(
     ("fault", "finding"),
     [

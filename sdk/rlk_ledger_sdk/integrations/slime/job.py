@@ -1,46 +1,19 @@
 """The job around the hooks: whether this process records, and which function of the user's a hook stands in for."""
 
 import importlib
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from rlk_ledger_schemas.errors import ConfigError
-from rlk_ledger_sdk import api
-from rlk_ledger_sdk.config import disabled
+from rlk_ledger_sdk.integrations.opening import opened
 from rlk_ledger_sdk.integrations.slime.framework import Framework
-
-_log = logging.getLogger("rlk_ledger")
-_decided: set[int] = set()
-"""Process ids in which `recording` has opened a writer or found that there is none to open."""
 
 
 def recording(framework: Framework, args: Any, role: str) -> bool:
-    """Whether this process records; opens its writer at the first question, where RLK_LEDGER and RLK_RUN_ID say where.
-
-    A writer that the job opened itself is used as it is.
-    """
-    if api.current().enabled:
-        return True
-    pid = os.getpid()
-    if pid in _decided:
-        return False
-    _decided.add(pid)
-    if disabled() or not os.environ.get("RLK_LEDGER"):
-        return False
-    if not os.environ.get("RLK_RUN_ID"):
-        _log.warning(
-            "%s: RLK_LEDGER is set and RLK_RUN_ID is not, so the processes of one job would record as many runs: "
-            "nothing is recorded; set both in the job's runtime_env",
-            framework.name,
-        )
-        return False
-    try:
-        api.init(role=role, roles=_roles(args), engine={"name": _engine(framework, role)})
-    except ConfigError as error:
-        _log.warning("%s: nothing is recorded by this process: %s", framework.name, error)
-    return api.current().enabled
+    """Whether this process records; its writer is opened at the first question."""
+    engine = framework.engine if role == "rollout" else "megatron"
+    return opened(framework.name, role, engine, lambda: _roles(args))
 
 
 def own(framework: Framework, args: Any, what: str, hook: Any = None) -> Callable[..., Any] | None:
@@ -64,7 +37,3 @@ def _roles(args: Any) -> dict[str, int]:
     nodes, each = getattr(args, "actor_num_nodes", None), getattr(args, "actor_num_gpus_per_node", None)
     world = int(os.environ.get("WORLD_SIZE") or 0) if nodes is None or each is None else int(nodes) * int(each)
     return {"rollout": 1, "training": world} if world > 0 else {"rollout": 1}
-
-
-def _engine(framework: Framework, role: str) -> str:
-    return framework.engine if role == "rollout" else "megatron"
