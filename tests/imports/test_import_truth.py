@@ -121,7 +121,9 @@ def test_drift_of_every_format_is_the_drift_of_the_truth(
     metrics = imports.audit(run).summary["drift"]["metrics"]
     assert metrics["abs_dlogp_mean"] == pytest.approx(np.abs(deltas).mean(), rel=1e-12)
     assert metrics["abs_dlogp_max"] == np.abs(deltas).max()
-    sql = open_ledger(imports.url).sql("select count(*) n, avg(abs_dlogp) m from drift where run_id = $run", {"run": run})
+    sql = open_ledger(imports.url).sql(
+        "select count(*) n, avg(abs_dlogp) m from drift where run_id = $run", {"run": run}
+    )
     row = sql.arrow().to_pylist()[0]
     assert (row["n"], row["m"]) == (len(deltas), pytest.approx(np.abs(deltas).mean(), rel=1e-6))
 

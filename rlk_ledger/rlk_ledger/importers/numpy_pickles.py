@@ -82,12 +82,18 @@ def _encode(text: Any, encoding: Any = None) -> bytes:
     return text.encode("latin-1")
 
 
+def _empty() -> bytes:
+    """How protocol 2 writes no bytes at all."""
+    return b""
+
+
 _CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 NUMPY_NAMES: dict[str, Any] = {
     "numpy.ndarray": None,
     "numpy.dtype": Function("dtype", _dtype),
     "_codecs.encode": Function("encode", _encode),
+    "builtins.bytes": Function("bytes", _empty),
     **{f"{core}._reconstruct": Function("_reconstruct", _reconstruct) for core in _CORES},
     **{f"{core}.scalar": Function("scalar", _scalar) for core in _CORES},
 }

@@ -1,8 +1,9 @@
 """A reader of the pickles that `torch.save` writes; nothing in a file can make it run anything.
 
-It is a small stack machine over the opcodes such files hold, not `pickle.Unpickler`: the standard one may be told by
-five bytes to clear gigabytes of memory (a memo index), and hashes whatever nesting a file asks for until the process
-dies. Here a memo is a dict, only plain scalars are keys, and what a file may name is a table of the caller's.
+It is a small stack machine over the opcodes such files hold, not a subclass of `pickle.Unpickler`: five bytes (a memo
+index) make the standard one clear gigabytes of memory, and a megabyte of nested tuples as a key ends the process, both
+whatever `find_class` allows. Here a memo is a dict, only plain scalars are keys, and what a file may name is a table of
+the caller's.
 
     data ──opcode──> stack, memo ──STOP──> dicts, lists, tuples, sets, str, int, float, bytes, the caller's objects
 

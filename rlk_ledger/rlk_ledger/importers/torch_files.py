@@ -101,8 +101,8 @@ class Tensor:
         view = np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides, writeable=False)
         if not widens:
             return view
-        out: npt.NDArray[Any] = (view.astype(np.uint32) << 16).view(np.float32)
-        return out
+        bits = view.astype(np.uint32)
+        return np.left_shift(bits, 16, out=bits).view(np.float32)
 
 
 class TorchFile:
