@@ -14,6 +14,7 @@ from rlk_ledger_sdk.integrations.transformers.listening import Listener
 from rlk_ledger_sdk.integrations.transformers.scoring import (
     Response,
     packed_responses,
+    record_layout,
     record_scores,
     responses_of,
     token_logprobs,
@@ -31,6 +32,7 @@ __all__ = [
     "held_tensors",
     "packed_responses",
     "record_generation",
+    "record_layout",
     "record_scores",
     "responses_of",
     "token_logprobs",

@@ -15,6 +15,7 @@ from rlk_ledger_sdk.integrations.transformers.readback import record_settings
 from rlk_ledger_sdk.integrations.transformers.scoring import (
     Response,
     packed_responses,
+    record_layout,
     record_scores,
     responses_of,
     token_logprobs,
@@ -137,6 +138,10 @@ class Attached:
             made = {} if logits is None else {"logits_dtype": short_dtype(logits.dtype)}
             semantics = {"mode": "processed", "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
             body = logprob_body(self.model, **semantics, execution_path="full_prefill", **made)
+            layout_id = self._next_layout(pass_id)
+            record_layout(
+                layout_id, where, input_ids.shape, loss_mask=loss_mask, attention_mask=attention_mask, packing=packed
+            )
             record_scores(
                 values,
                 input_ids,
@@ -144,9 +149,7 @@ class Attached:
                 contract_id=declare("logprob", body),
                 source=source,
                 loss_mask=loss_mask,
-                attention_mask=attention_mask,
-                layout_id=self._next_layout(pass_id),
-                packing=packed,
+                layout_id=layout_id,
                 weight_version=fields.pop("weight_version", self.weight_version),
                 pass_id=pass_id,
                 dtype=body.get("logits_dtype"),

@@ -90,16 +90,14 @@ def record_scores(
     contract_id: str,
     source: str = "training",
     loss_mask: Any = None,
-    attention_mask: Any = None,
     layout_id: str | None = None,
-    packing: bool = False,
     weight_version: str | None = None,
     pass_id: str = "logprob",
     dtype: str | None = None,
     entropy: Any = None,
     **fields: Any,
 ) -> None:
-    """Records a pass: one `logprobs` a response and, with `layout_id`, its `batch.layout`.
+    """Records a pass: one `logprobs` a response.
 
     values: [B, T], entry j the log-probability (nats) of the token at column j (as `token_logprobs` gives them).
     loss_mask: [B, T], 1 where a token enters the loss; without it every token of a response does. entropy: [B, T],
@@ -108,8 +106,6 @@ def record_scores(
     scores, ids = values.detach().float().cpu(), input_ids.cpu()
     losses = None if loss_mask is None else loss_mask.int().cpu()
     spread = None if entropy is None else entropy.detach().float().cpu()
-    if layout_id is not None:
-        _record_layout(layout_id, responses, losses, attention_mask, packing, input_ids.shape)
     for one in responses:
         columns, n = slice(one.start, one.stop), one.stop - one.start
         kept, classes = scores[one.row, columns], None
@@ -135,25 +131,27 @@ def record_scores(
         )
 
 
-def _record_layout(
+def record_layout(
     layout_id: str,
     responses: Sequence[Response],
-    losses: Any,
-    attention_mask: Any,
-    packing: bool,
-    shape: Any,
+    shape: Sequence[int],
+    *,
+    loss_mask: Any = None,
+    attention_mask: Any = None,
+    packing: bool = False,
 ) -> None:
+    """Records how a pass over rows [B, T] of `shape` laid `responses` out; masks are [B, T], as in `record_scores`."""
     lengths = [one.stop - one.start for one in responses]
-    active = lengths if losses is None else [int(losses[r.row, r.start : r.stop].sum()) for r in responses]
-    cells = int(shape[0]) * int(shape[1])
+    active = lengths if loss_mask is None else [int(loss_mask[r.row, r.start : r.stop].sum()) for r in responses]
+    rows, width = (int(size) for size in shape)
     record(
         "batch.layout",
         layout_id=layout_id,
-        micro_batch=int(shape[0]),
+        micro_batch=rows,
         sample_order=[one.sample_id for one in responses],
         sequence_lengths=[one.stop - one.first for one in responses],
-        offsets=[one.row * int(shape[1]) + one.first for one in responses] if packing else None,
+        offsets=[one.row * width + one.first for one in responses] if packing else None,
         padding_side="none" if packing else padding_side(attention_mask),
         packing=packing,
-        active_density=sum(active) / cells if cells else None,
+        active_density=sum(active) / (rows * width) if rows * width else None,
     )
