@@ -3,12 +3,18 @@
 A side's floor is the same statistic as its distance from the reference, of the reference itself run in that side's
 declared dtypes under placebo schedules: other orders of the same sums, nothing else. It is a measurement of that
 side's arithmetic on these very tokens, not a constant. A side declared in float32 has a tiny floor, kept as measured.
+
+Where a live engine ran in two layouts, their difference over the root of two is a second measurement. It misses the
+rounding that both layouts share (an engine that no layout moves would have none), as placebo schedules miss arithmetic
+that only the engine has, so the larger of the two is the floor.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +22,8 @@ from rlk_ledger_replay.intervals import Draws, Floats, Interval
 from rlk_ledger_replay.shares import Moments, root, root_ratio, winsorise
 
 LEAST_SCHEDULES = 4
+Source = Literal["placebo", "native"]
+Moment = tuple[float, Floats]
 CLIP_LOW, CLIP_HIGH = math.log(0.8), math.log(1.2)
 """Edges of the default clip band in log-ratio: d outside them is clipped."""
 
@@ -24,7 +32,8 @@ CLIP_LOW, CLIP_HIGH = math.log(0.8), math.log(1.2)
 class Floors:
     """Floors in nats (root mean squares) and each distance as a multiple of its own floor, with intervals.
 
-    None stands for what could not be measured. `combined` is sqrt(F_r^2 + F_t^2), the floor of the drift.
+    None stands for what could not be measured. `combined` is sqrt(F_r^2 + F_t^2), the floor of the drift. placebo,
+    native: both measurements of a side's floor, by side, where there are any; source: which one counts.
     """
 
     rollout: Interval | None
@@ -33,6 +42,9 @@ class Floors:
     multiple_rollout: Interval | None
     multiple_training: Interval | None
     multiple_drift: Interval | None
+    placebo: Mapping[str, Interval] = field(default_factory=dict)
+    native: Mapping[str, Interval] = field(default_factory=dict)
+    source: Mapping[str, Source] = field(default_factory=dict)
 
 
 def noise_moment(noise_SN: Floats, draws: Draws) -> tuple[float, Floats]:
@@ -45,14 +57,42 @@ def noise_moment(noise_SN: Floats, draws: Draws) -> tuple[float, Floats]:
     return draws.mean((winsorise(noise_SN) ** 2).mean(axis=0))
 
 
-def floors(found: Moments, noise_r_SN: Floats | None, noise_t_SN: Floats | None, draws: Draws) -> Floors:
+def floor_moment(noise_SN: Floats | None, native_1N: Floats | None, draws: Draws) -> tuple[Moment | None, Source]:
+    """The second moment (nats^2) that is a side's floor, and where it comes from.
+
+    native_1N: the difference of a live engine's two layouts over the root of two. It counts where it is larger. A side
+    without placebo noise (its dtypes were not declared) has no floor: a layout difference alone is a lower bound.
+    """
+    if noise_SN is None:
+        return None, "placebo"
+    placebo = noise_moment(noise_SN, draws)
+    if native_1N is None:
+        return placebo, "placebo"
+    native = native_moment(native_1N, draws)
+    return (native, "native") if native[0] > placebo[0] else (placebo, "placebo")
+
+
+def native_moment(native_1N: Floats, draws: Draws) -> Moment:
+    """The winsorised second moment (nats^2) of a scaled layout difference, in every draw."""
+    return draws.mean((winsorise(native_1N) ** 2).mean(axis=0))
+
+
+def floors(
+    found: Moments,
+    noise_r_SN: Floats | None,
+    noise_t_SN: Floats | None,
+    draws: Draws,
+    native: Mapping[str, Floats] | None = None,
+) -> Floors:
     """Both sides' floors and the multiples of them at which the measured distances stand.
 
     The same draws serve distance and floor, so a multiple's interval is that of the ratio. None for a side's noise
-    means that its floor could not be measured; then the drift has no floor either.
+    means that its floor could not be measured; then the drift has no floor either. native: by side, a live engine's
+    layout difference over the root of two, float64 nats [1, tokens].
     """
-    f_r = None if noise_r_SN is None else noise_moment(noise_r_SN, draws)
-    f_t = None if noise_t_SN is None else noise_moment(noise_t_SN, draws)
+    noise, native = {"rollout": noise_r_SN, "training": noise_t_SN}, native or {}
+    f_r, source_r = floor_moment(noise_r_SN, native.get("rollout"), draws)
+    f_t, source_t = floor_moment(noise_t_SN, native.get("training"), draws)
     both = None if f_r is None or f_t is None else (f_r[0] + f_t[0], f_r[1] + f_t[1])
     return Floors(
         rollout=None if f_r is None else root(f_r, draws),
@@ -61,6 +101,13 @@ def floors(found: Moments, noise_r_SN: Floats | None, noise_t_SN: Floats | None,
         multiple_rollout=None if f_r is None else root_ratio(found.rr, f_r, draws),
         multiple_training=None if f_t is None else root_ratio(found.tt, f_t, draws),
         multiple_drift=None if both is None else root_ratio(found.dd, both, draws),
+        placebo={side: root(noise_moment(part, draws), draws) for side, part in noise.items() if part is not None},
+        native={side: root(native_moment(part, draws), draws) for side, part in native.items()},
+        source={
+            side: source
+            for side, source, moment in (("rollout", source_r, f_r), ("training", source_t, f_t))
+            if moment is not None
+        },
     )
 
 

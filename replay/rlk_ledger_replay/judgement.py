@@ -15,7 +15,11 @@ from rlk_ledger_replay.decision import FLOOR_MULTIPLE, Decision, decide, zero_dr
 from rlk_ledger_replay.floor import CLIP_HIGH, Floors, clipped_by_noise, floors, noise_statistics
 from rlk_ledger_replay.gates import Gate
 from rlk_ledger_replay.intervals import DRAWS, Draws, Floats, Interval, draw
+from rlk_ledger_replay.live import LiveFindings, judge_live
+from rlk_ledger_replay.live import findings as live_findings
+from rlk_ledger_replay.live import gates as live_gates
 from rlk_ledger_replay.preparation import HELD, Prepared
+from rlk_ledger_replay.scorers.plan import LiveScores
 from rlk_ledger_replay.scores import Float32, Scores, Tokens
 from rlk_ledger_replay.semantics import SIDES, Side
 from rlk_ledger_replay.shares import Shares, moments, shares
@@ -27,7 +31,7 @@ from rlk_ledger_schemas.metrics import ZERO_DRIFT_FRACTION
 class Judgement:
     """What a replay found. Shares, floors, noise and links are empty where the reference did not score.
 
-    failed: the error that stopped the scoring, where one did.
+    failed: the error that stopped the scoring, where one did. live: what live engines add, where any was asked for.
     """
 
     decision: Decision
@@ -40,6 +44,7 @@ class Judgement:
     links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     residual: Decision | None = None
     failed: str | None = None
+    live: LiveFindings | None = None
 
 
 def judge(
@@ -49,10 +54,11 @@ def judge(
     *,
     arms: tuple[ArmName, ...] = ARMS,
     determinism: bool = False,
+    live: LiveScores | None = None,
 ) -> Judgement:
     """Judges the scored tokens of `prepared`; `versions` names weight versions by index.
 
-    determinism: whether both engines are recorded as bitwise deterministic.
+    determinism: whether both engines are recorded as bitwise deterministic. live: what live engines gave.
     """
     tokens = prepared.tokens
     if tokens is None:
@@ -60,31 +66,34 @@ def judge(
     reference = References(
         scores.values["training.prefill"], scores.values["rollout.decode"], scores.values["rollout.prefill"]
     )
-    checks = [*prepared.gates, *_checks(tokens, reference, scores, versions)]
     every = score_arms(tokens, reference)
     draws = draw(tokens.cluster_N, prepared.selection.seed, DRAWS)
     e_r = tokens.rollout_N.astype(np.float64) - reference.rollout_prefill
     e_t = tokens.training_N.astype(np.float64) - reference.training_prefill
     found = moments(e_r, e_t, draws)
     noise = {side: _noise(scores, side, reference) for side in SIDES}
-    measured = floors(found, noise["rollout"], noise["training"], draws)
     parts = shares(found, draws)
+    engines = None if live is None else judge_live(live, tokens, reference, draws, parts, noise)
+    native = {} if engines is None else engines.native
+    measured = floors(found, noise["rollout"], noise["training"], draws, native)
+    checks = [*prepared.gates, *_checks(tokens, reference, scores, versions), *live_gates(engines)]
     numeric = decide(parts, measured, arm_counts(every, tokens), determinism=determinism)
     equal = _equal_fraction(tokens, measured)
     decision, residual = _first(checks, equal, prepared, numeric, determinism)
     if HELD in scores.values:
-        decision = _explained_by_weights(decision, scores.values[HELD], e_t, tokens, noise, draws)
+        decision = _explained_by_weights(decision, scores.values[HELD], e_t, tokens, noise, draws, native)
     statistics = {side: noise_statistics(part) for side, part in noise.items() if part is not None}
     return Judgement(
         decision=decision,
         arms=tuple(arm for arm in every if arm.arm in arms),
         gates=tuple(checks),
-        findings=tuple(_findings(decision, checks, parts, measured, noise)),
+        findings=(*_findings(decision, checks, parts, measured, noise), *live_findings(engines)),
         shares=parts,
         floors=measured,
         noise=statistics,
         links=chain(tokens, reference),
         residual=residual,
+        live=engines,
     )
 
 
@@ -126,11 +135,17 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed
 
 
 def _explained_by_weights(
-    decision: Decision, held_N: Float32, e_t: Floats, tokens: Tokens, noise: Mapping[Side, Floats | None], draws: Draws
+    decision: Decision,
+    held_N: Float32,
+    e_t: Floats,
+    tokens: Tokens,
+    noise: Mapping[Side, Floats | None],
+    draws: Draws,
+    native: Mapping[str, Floats],
 ) -> Decision:
     """The decision with what is left of the rollout's distance once it is scored with the weights it held."""
     e_r = tokens.rollout_N.astype(np.float64) - held_N
-    left = floors(moments(e_r, e_t, draws), noise["rollout"], noise["training"], draws).multiple_rollout
+    left = floors(moments(e_r, e_t, draws), noise["rollout"], noise["training"], draws, native).multiple_rollout
     if left is None:
         return decision
     told = f"{left.value:.2f} [{left.low:.2f}, {left.high:.2f}] times its floor"
@@ -210,9 +225,12 @@ def _findings(
 
 
 def _of_gate(gate: Gate) -> list[Finding]:
-    """The finding a gate that did not pass raises; comparability and engine weights are the audit's to raise."""
+    """The finding a gate that did not pass raises; comparability and engine weights are the audit's to raise.
+
+    The conditions on live engines raise theirs together, by engine.
+    """
     kind = gate.gate.partition(".")[0]
-    if gate.status == "passed" or kind == "comparable" or gate.gate.startswith("weights.held"):
+    if gate.status == "passed" or kind in ("comparable", "live") or gate.gate.startswith("weights.held"):
         return []
     body = {"reason": gate.reason, **gate.evidence}
     if kind in ("reference", "scorer"):
@@ -252,6 +270,8 @@ def evidence(parts: Shares | None, measured: Floors | None) -> dict[str, Any]:
             "multiple_training": measured.multiple_training,
             "multiple_drift": measured.multiple_drift,
         }
+        numbers |= {f"floor_{side}_placebo": one for side, one in measured.placebo.items() if measured.native}
+        numbers |= {f"floor_{side}_native": one for side, one in measured.native.items()}
     return {name: None if value is None else value.as_dict() for name, value in numbers.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlk_ledger_replay import gates
 from rlk_ledger_replay.checkpoint import CheckpointError
 from rlk_ledger_replay.gates import Gate
 from rlk_ledger_replay.numerics import Numerics
+from rlk_ledger_replay.scorers.engines import Live
 from rlk_ledger_replay.scores import Pass, Tokens, compared_tokens, why_unscorable
 from rlk_ledger_replay.selection import Method, Selection, select
 from rlk_ledger_replay.semantics import SIDES, Declared, Side, declared
@@ -30,7 +31,10 @@ HELD = "rollout.held"
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. samples: how many to score; schedules: placebo schedules a floor is measured with."""
+    """What the user asked for. samples: how many to score; schedules: placebo schedules a floor is measured with.
+
+    live: which engines stand in for the sides, and how they are run.
+    """
 
     samples: int = 64
     seed: int = 0
@@ -38,6 +42,7 @@ class Request:
     weights: str | None = None
     schedules: int = 4
     threads: int = 1
+    live: Live = field(default_factory=Live)
 
 
 @dataclass(frozen=True)

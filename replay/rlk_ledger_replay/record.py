@@ -14,6 +14,7 @@ from rlk_ledger_replay.arms import Arm
 from rlk_ledger_replay.decision import FAR_RATIO, FLOOR_MULTIPLE, SHARE_BOTH, SHARE_ONE
 from rlk_ledger_replay.floor import CLIP_HIGH, CLIP_LOW
 from rlk_ledger_replay.numerics import Numerics
+from rlk_ledger_replay.record_live import live_events
 from rlk_ledger_replay.result import ReplayResult
 from rlk_ledger_schemas import tolerances
 from rlk_ledger_schemas.fingerprints import canonical_json, contract_id, sha256
@@ -47,6 +48,7 @@ def events(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "replay.planned", _planned(result)
     yield from _scores(result)
     yield from _cases(result)
+    yield from live_events(result)
     for gate in result.judgement.gates:
         fields = {"gate": gate.gate, "status": gate.status, "reason": gate.reason, "evidence": plain(gate.evidence)}
         yield "gate.checked", {"replay_id": result.replay_id, **fields}
@@ -62,7 +64,12 @@ def _planned(result: ReplayResult) -> dict[str, Any]:
         "arms": list(result.arms),
         "samples": len(result.prepared.selection.pairs),
         "selection": result.prepared.selection.as_dict(),
-        "scorer": {"name": "reference", "schedules": result.request.schedules, "threads": result.request.threads},
+        "scorer": {
+            "name": "reference",
+            "schedules": result.request.schedules,
+            "threads": result.request.threads,
+            "live": [one.label for one in result.request.live.scorers],
+        },
         "weights": [{"gate": g.gate, "status": g.status, **plain(g.evidence)} for g in gates],
         "tolerance_version": tolerances.VERSION,
     }

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 import click
 
 from rlk_ledger import terminal
 from rlk_ledger_replay.arms import ARMS, ArmName
+from rlk_ledger_replay.scorers.engines import Live, parse_pythons, parse_scorers
 from rlk_ledger_replay.selection import Method
 from rlk_ledger_schemas.errors import UsageError
-
-if TYPE_CHECKING:
-    from rlk_ledger_replay.preparation import Request
 
 
 @click.command()
@@ -45,6 +43,31 @@ if TYPE_CHECKING:
     help="Placebo schedules a noise floor is measured with.",
 )
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of the reference.")
+@click.option(
+    "--scorer",
+    "scorers",
+    multiple=True,
+    metavar="ENGINE[@SIDE]",
+    help="Let a live engine stand in for its side: vllm (rollout), megatron, transformers (training). Repeatable.",
+)
+@click.option(
+    "--scorer-python",
+    "pythons",
+    multiple=True,
+    metavar="[ENGINE=]PATH",
+    help="The Python interpreter that has the engine, where it is not this one; else RLK_SCORER_PYTHON.",
+)
+@click.option(
+    "--scorer-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds one engine process may take; what it had not answered by then is an error attempt.",
+)
+@click.option("--scorer-tp", type=click.IntRange(min=1), help="Tensor-parallel ranks of megatron; else as recorded.")
+@click.option(
+    "--scorer-float32", is_flag=True, help="Run each engine in float32 too and compare its shares with the reference's."
+)
 @click.option("--no-record", is_flag=True, help="Do not write the result into the ledger.")
 @terminal.output_options
 @click.pass_context
@@ -61,21 +84,30 @@ def replay(
     weights: str | None,
     schedules: int,
     threads: int,
+    scorers: tuple[str, ...],
+    pythons: tuple[str, ...],
+    scorer_timeout: float,
+    scorer_tp: int | None,
+    scorer_float32: bool,
     no_record: bool,
     as_json: bool,
 ) -> None:
     """Re-score recorded samples and name the side that drifted.
 
-    The scorer is a deterministic float32 reference on the recorded checkpoints, or on those of --weights. Exit codes:
-    0 nothing wrong, 1 something is wrong (an error finding), 3 something could not be known, 2 usage.
+    The scorer is a deterministic float32 reference on the recorded checkpoints, or on those of --weights. With --scorer
+    live engines score the same tokens, each in a process of its own: the drift is taken apart along the chain from
+    training to rollout, and each side is compared with what its engine gives now. Exit codes: 0 nothing wrong, 1
+    something is wrong (an error finding), 3 something could not be known, 2 usage.
     """
     from rlk_ledger_replay import screen
+    from rlk_ledger_replay.preparation import Request
     from rlk_ledger_replay.run import replay as run_replay
 
     chosen = _chosen(run, run_id)
     wanted = parse_arms(arms)
     ledger = terminal.open_url(url)
-    request = _request(samples, seed, method, weights, schedules, threads)
+    live = Live(parse_scorers(scorers), parse_pythons(pythons), scorer_timeout, scorer_float32, scorer_tp)
+    request = Request(samples, seed, cast(Method, method), weights, schedules, threads, live)
     bar = None if as_json else screen.Bar()
     with bar or nullcontext():
         result = run_replay(ledger, chosen, where=where, request=request, arms=wanted, progress=bar, keep=not no_record)
@@ -103,9 +135,3 @@ def parse_arms(text: str) -> tuple[ArmName, ...]:
             f"--arms {text!r}: {', '.join(unknown) or 'nothing'} is no arm; choose from {', '.join(ARMS)}."
         )
     return tuple(name for name in ARMS if name in names)
-
-
-def _request(samples: int, seed: int, method: str, weights: str | None, schedules: int, threads: int) -> Request:
-    from rlk_ledger_replay.preparation import Request
-
-    return Request(samples, seed, cast(Method, method), weights, schedules, threads)

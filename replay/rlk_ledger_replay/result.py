@@ -59,6 +59,7 @@ class ReplayResult:
             **evidence(found.shares, found.floors),
             "noise": {side: dict(values) for side, values in found.noise.items()},
             "chain": {name: dict(link) for name, link in found.links.items()},
+            **({} if found.live is None else {"live": found.live.as_dict()}),
             "residual": None if residual is None else {"decision": residual.decision, "reason": residual.reason},
         }
 

@@ -22,6 +22,8 @@ from rlk_ledger_replay.judgement import Judgement, judge, unscored
 from rlk_ledger_replay.preparation import Prepared, Request, prepare
 from rlk_ledger_replay.record import new_replay_id, record
 from rlk_ledger_replay.result import ReplayResult
+from rlk_ledger_replay.scorers.plan import LiveScores, passes, tasks
+from rlk_ledger_replay.scorers.plan import run as run_live
 from rlk_ledger_replay.scores import Scores, score, scorings
 from rlk_ledger_replay.semantics import SIDES
 from rlk_ledger_replay.verdict import combine
@@ -154,9 +156,20 @@ def _judge(
         )
     except (KernelError, CheckpointError, RuntimeError, MemoryError) as error:
         return unscored(prepared, f"{type(error).__name__}: {error}", failed=True), None
+    engines = _live(prepared, history, request, progress)
     progress.stage("judge")
     both = set(deterministic_sides(make_view(history, pairing))) == set(SIDES)
-    return judge(prepared, scores, pairing.versions, arms=arms, determinism=both), scores
+    return judge(prepared, scores, pairing.versions, arms=arms, determinism=both, live=engines), scores
+
+
+def _live(prepared: Prepared, history: History, request: Request, progress: Progress) -> LiveScores | None:
+    """The live engines' values, None where none was asked for."""
+    if not request.live.scorers:
+        return None
+    assert prepared.tokens is not None
+    found = tasks(prepared, history, request.live)
+    progress.stage("engines", passes(found))
+    return run_live(found, prepared.tokens, request.live, progress.advance)
 
 
 __all__ = ["AuditResult", "Finding", "Progress", "ReplayResult", "Request", "Silent", "replay"]

@@ -14,6 +14,7 @@ from rlk_ledger_replay.floor import Floors
 from rlk_ledger_replay.intervals import Interval
 from rlk_ledger_replay.judgement import Judgement
 from rlk_ledger_replay.result import ReplayResult
+from rlk_ledger_replay.screen_live import live_parts
 from rlk_ledger_replay.shares import Shares
 from rlk_ledger_schemas.findings import FINDINGS
 
@@ -35,6 +36,8 @@ def render(result: ReplayResult, ledger_url: str, width: int = 80) -> Renderable
     if found.shares is not None and found.decision.decision != "not_comparable":
         layout = _sides if width >= WIDE else _sides_narrow
         parts += [layout(found.shares, found.floors or UNMEASURED), Text("")]
+    if found.live is not None:
+        parts += [*live_parts(found.live, found.floors), Text("")]
     if found.arms:
         parts += [_arms(found.arms) if width >= WIDE else _arms_narrow(found.arms), Text("")]
     parts += [_findings(result.findings), *_gates(found), Text("")]
