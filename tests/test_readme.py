@@ -77,6 +77,12 @@ def test_the_first_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert last.returncode == 1
 
 
+def test_the_strict_step_prints_what_left_the_batch_and_what_drifted(tmp_path: Path) -> None:
+    (tmp_path / "strict_step.py").write_text(block("strict_step.py"))
+    last, _ = play("strict", tmp_path)
+    assert last.returncode == 0
+
+
 def test_the_instrumented_loop_passes_and_its_forgotten_temperature_is_measured(tmp_path: Path) -> None:
     for name in ("rollout_side.py", "training_side.py"):
         (tmp_path / name).write_text(block(name))
