@@ -140,7 +140,8 @@ def swap(recorder: Recorder | Nothing | None) -> Recorder | Nothing | None:
 def _open(url: str | os.PathLike[str] | None, options: Options, parent_writer: str | None) -> Recorder | Nothing:
     global _current
     with _lock:
-        asked = load_mode(options.get("mode"), options.get("on_missing"))
+        asked = load_mode(options.get("mode"), options.get("on_missing"), _environment_before())
+        options = {**options, "mode": asked.pair, "on_missing": asked.on_missing}
         config = None if disabled() else load_config(url, parent_writer=parent_writer, **options)
         if config is None or not config.recording:
             close("reinit", timeout=0)
@@ -204,6 +205,11 @@ def _export(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         _before.setdefault(name, os.environ.get(name))
         os.environ[name] = value
+
+
+def _environment_before() -> dict[str, str]:
+    """The environment without what an earlier init() exported for children: its mode is not that of the next one."""
+    return {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
 
 
 def _restore_environment() -> None:

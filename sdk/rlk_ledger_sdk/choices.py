@@ -1,15 +1,15 @@
 """Settings that are one of a few words: from an argument or a variable, and one sentence for any other word."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlk_ledger_schemas.errors import ConfigError
 
 
-def env(name: str) -> str | None:
+def env(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """An environment variable without surrounding blanks; None where it is unset or empty."""
-    value = os.environ.get(name, "").strip()
+    value = (os.environ if environ is None else environ).get(name, "").strip()
     return value or None
 
 

@@ -93,7 +93,7 @@ def _from_matrices(np: Any, rollout: Any, training: Any, mask: Any) -> Columns:
 def _rows(value: Any, lengths: Any, what: str) -> list[Any]:
     """One sequence a sample."""
     if _is_matrix(value):
-        return [_host(value)[i] for i in range(value.shape[0])] if not _is_tensor(value) else list(_host(value))
+        return list(_host(value))
     if getattr(value, "ndim", None) == 1:
         value = _host(value)
         flat = True

@@ -59,8 +59,8 @@ def disabled() -> bool:
     return os.environ.get("RLK_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
-def load_mode(mode: Any = None, on_missing: Any = None) -> Mode:
-    """The mode asked for by arguments and environment; raises ConfigError for a word that is none."""
+def load_mode(mode: Any = None, on_missing: Any = None, environ: Mapping[str, str] | None = None) -> Mode:
+    """The mode asked for by arguments and environment (default: os.environ); raises ConfigError for any other word."""
     if mode is not None and not isinstance(mode, Mapping):
         raise ConfigError(f"init: mode must be a mapping, got {type(mode).__name__}.")
     given: dict[Any, Any] = dict(mode or {})
@@ -74,7 +74,7 @@ def load_mode(mode: Any = None, on_missing: Any = None) -> Mode:
     for field, words in known.items():
         value = given.get(field)
         if value is None:
-            value = env(VARIABLES[field])
+            value = env(VARIABLES[field], environ)
         chosen[field] = getattr(DEFAULTS, field) if value is None else choice(names[field], value, words)
     return Mode(**chosen)
 

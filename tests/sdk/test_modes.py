@@ -102,6 +102,15 @@ def test_on_missing_comes_from_the_call_the_argument_the_environment_in_this_ord
     assert admit([EMPTY_SAMPLE], on_missing="quarantine").outcome == "quarantined"
 
 
+def test_a_second_init_does_not_inherit_the_mode_of_the_first(opened, monkeypatch):
+    """What init() exports is for children; in this process the next init() sees what the user's environment says."""
+    monkeypatch.setenv("RLK_FAST", "auto")
+    opened(mode={"fast": "strict", "consistency": "strict"}, on_missing="fail")
+    opened()
+    assert api.mode() == Mode(fast="auto", consistency="audit", on_missing="quarantine")
+    assert os.environ["RLK_FAST"] == "auto"
+
+
 MALFORMED = [
     ({"mode": {"fast": "very"}}, {}, "mode fast 'very' is unknown"),
     ({"mode": {"consistency": "strickt"}}, {}, "did you mean 'strict'"),
