@@ -45,7 +45,8 @@ def read(format_name: str, path: Path, progress: Progress) -> Batch:
     kept = [(file, name) for file, name in files if name not in evaluation]
     batch = Batch(format_name)
     if evaluation:
-        batch.notes.append(f"{len(evaluation)} evaluation dumps were left out: nobody trains on them.")
+        many = f"{len(evaluation)} evaluation dumps were left out: nobody trains on them."
+        batch.notes.append("1 evaluation dump was left out: nobody trains on it." if len(evaluation) == 1 else many)
     steps: dict[int, Step] = {}
     for source in hashed(kept, progress):
         with naming(source.path):

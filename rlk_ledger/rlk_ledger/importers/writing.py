@@ -1,8 +1,9 @@
 """From a Batch to events of one run, once: what the run holds already is skipped, what contradicts it is refused.
 
-A sample is the same when its id and its response tokens are; a score when its sample, source, pass and bits are. So a
-second import of the same files adds nothing, an import that was cut is completed by running it again, and training
-values may come after the rollout's.
+A sample is the same when its id and its response tokens are; a score when its sample, source, pass and bits at the
+tokens of the loss are (two dumps of one pass may differ at tool tokens: 0.0 in one, a value in the other). So a second
+import of the same files adds nothing, an import that was cut is completed by running it again, and training values may
+come after the rollout's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from rlk_ledger.build import event
+from rlk_ledger.history import as_numpy
 from rlk_ledger.importers.declared import Declared
-from rlk_ledger.importers.model import Batch, Imported, Layout, Scored
+from rlk_ledger.importers.model import Batch, Imported, Layout, Mask, Scored, Values
 from rlk_ledger.ledger import Ledger, open_ledger
 from rlk_ledger.store import open_store
 from rlk_ledger_schemas.errors import FormatError, LedgerError, UsageError
@@ -122,19 +124,28 @@ def read_held(ledger: Ledger, run_id: str) -> Held:
     held = Held()
     if run_id not in ledger.runs():
         return held
+    masks: dict[str, Mask] = {}
+    values: dict[ScoreKey, Values] = {}
     kinds = {"rollout.sample", "logprobs", "batch.layout", "finding.raised"}
     for _, _, fields, arrays in ledger.read_events(run_id, kinds):
         kind = fields["type"]
         if kind == "rollout.sample" and fields.get("attempt") is None:
             held.samples[fields["sample_id"]] = sha256(arrays["response_token_ids"].data)
+            masks[fields["sample_id"]] = as_numpy(arrays["loss_mask"])
         elif kind == "logprobs" and not fields.get("start"):
-            key = (fields["sample_id"], fields["source"], fields.get("pass_id"))
-            held.scores[key] = sha256(arrays["values"].data)
+            values[fields["sample_id"], fields["source"], fields.get("pass_id")] = as_numpy(arrays["values"])
         elif kind == "batch.layout":
             held.layouts.add(fields["layout_id"])
         elif kind == "finding.raised":
             held.findings.add(_finding_key(fields))
+    for key, held_values in values.items():
+        held.scores[key] = _digest(held_values, masks.get(key[0]))
     return held
+
+
+def _digest(values: Values, mask: Mask | None) -> str:
+    """Of the values at the tokens of the loss; of all where the mask does not fit them."""
+    return sha256((values if mask is None or len(mask) != len(values) else values[mask != 0]).tobytes())
 
 
 def _new_events(batch: Batch, declared: Declared, held: Held) -> Iterator[Emit]:
@@ -162,7 +173,7 @@ def _score(sample: Imported, score: Scored, declared: Declared, held: Held) -> I
     key = (sample.sample_id, score.source, score.fields.get("pass_id"))
     known = held.scores.get(key)
     if known is not None:
-        if known != sha256(score.values.tobytes()):
+        if known != _digest(score.values, sample.mask):
             raise UsageError(
                 f"the run already holds other {score.source} values for sample {sample.sample_id}: import these with "
                 "another --run-id."
