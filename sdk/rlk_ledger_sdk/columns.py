@@ -132,8 +132,10 @@ def _from_rows(np: Any, rollout: list[Any], training: list[Any], masks: list[Any
     for i in range(len(rollout)):
         row = _positions(None if masks is None else masks[i], rollout[i], training[i], i)
         rows.append(row)
+        vector, absent = _vector(np, rollout[i], row, i)
         for side, values in enumerate((rollout[i], training[i])):
-            vector, absent = _vector(np, values, row, i)
+            if values is not rollout[i]:
+                vector, absent = _vector(np, values, row, i)
             parts[side].append(vector)
             missing[side].extend(at + k for k in absent)
         at += len(row)
@@ -180,14 +182,14 @@ def _vector(np: Any, values: Any, row: "list[int] | range", sample: int) -> tupl
         picked = [values[position] for position in row[: len(row) - len(tail)]]
         absent = [k for k, value in enumerate(picked) if value is None] + tail
         for k in absent:
-            picked[k : k + 1] = [float("nan")]
+            picked[k : k + 1] = [float("nan")]  # appends past the end, where the tail is
         return (_float32(np, picked) if np is not None else array("f", picked)), absent
     except (TypeError, ValueError) as error:
         raise UsageError(f"diagnose: sample {sample} holds what is no number ({error}).") from None
 
 
 def _picked(np: Any, vector: Any, row: "list[int] | range", tail: list[int]) -> Any:
-    if isinstance(row, range) and not tail:
+    if len(row) == len(vector) and not tail:
         return vector
     out = np.full(len(row), np.nan, np.float32)
     kept = len(row) - len(tail)

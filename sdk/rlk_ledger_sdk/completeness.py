@@ -5,7 +5,6 @@ field that is missing, defaulted or unreadable is a reason, never a value.
 """
 
 import sys
-from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -179,12 +178,13 @@ def _values(facts: Facts, size: int, mask: Array | None) -> Iterator[Reason]:
     if facts.score.get("start") or len(values) != size:
         yield Reason("lengths_differ", "logprobs", f"{len(values)} for {size} response tokens")
         return
+    np = sys.modules.get("numpy")
+    on = mask.tolist() if np is None else np.frombuffer(mask.data, np.uint8)
     try:
-        cut = columns([values], [values], [mask.tolist()])
+        cut = columns([values], [values], [on])
     except UsageError as error:
         yield Reason("metadata_malformed", "logprobs", str(error).removeprefix("diagnose: "))
         return
-    np = None if isinstance(cut.rollout, array) else sys.modules["numpy"]
     bad = first_unmeasured(np, cut.rollout, cut.missing[0])
     if bad is not None:
         yield Reason("values_not_measured", "logprobs", f"{bad[1]} at position {cut.row(0)[bad[0]]}")

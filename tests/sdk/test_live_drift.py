@@ -163,6 +163,11 @@ def test_a_side_that_ends_early_under_a_mask_is_missing_not_shifted():
         seen = diagnose([[-1.0, -2.0]], np.array([[-1.0, -2.5, -3.0]], np.float32), mask=[[1, 1, 1]])
     assert seen.excluded == {"rollout.missing": 1}
     assert (seen.tokens, seen.metrics["abs_dlogp_max"]) == (2, 0.5)
+    for short in ([-1.0, -2.0], np.array([-1.0, -2.0], np.float32)):
+        with capture():  # as many active tokens as the short side has values, and not the same ones
+            seen = diagnose([short], np.array([[-1.0, -2.5, -3.0]], np.float32), mask=[[0, 1, 1]])
+        assert (seen.tokens, seen.excluded) == (1, {"rollout.missing": 1})
+        assert (seen.worst["position"], seen.metrics["abs_dlogp_max"]) == (1, 0.5)
 
 
 @pytest.mark.parametrize(
