@@ -1,5 +1,7 @@
 """sum64x2 over numpy arrays and torch tensors equals the definition, under any shape, dtype, chunk and shard."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -25,11 +27,34 @@ def test_numpy_equals_the_definition(dtype):
     assert weights.sum64x2("layer.w", array) == expected
 
 
+def by_torch(call):
+    """`call()` in the arithmetic of a device: the one torch tensors have where numpy cannot reach them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "numpy")
+        return call()
+
+
 @pytest.mark.parametrize("dtype", TORCH, ids=str)
 def test_torch_equals_the_definition(dtype):
     tensor = (torch.randn(3, 5, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-    assert weights.sum64x2("layer.w", tensor) == fingerprints.sum64x2("layer.w", words(raw, tensor.element_size()))
+    expected = fingerprints.sum64x2("layer.w", words(raw, tensor.element_size()))
+    assert weights.sum64x2("layer.w", tensor) == expected
+    assert by_torch(lambda: weights.sum64x2("layer.w", tensor)) == expected
+    assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == raw
+
+
+def test_columns_of_a_whole_tensor_add_up_in_both_arithmetics():
+    tensor = torch.randn(7, 10, generator=torch.Generator().manual_seed(2))
+    whole = weights.sum64x2("w", tensor, 30)
+
+    def parts():
+        cut = (tensor[:, :4], 30), (tensor[:, 4:], 34)
+        pairs = [weights.sum64x2_columns("w", part, start, 10) for part, start in cut]
+        return tuple(sum(pair) & fingerprints.MASK64 for pair in zip(*pairs))
+
+    assert parts() == whole
+    assert by_torch(parts) == whole
 
 
 def test_a_parameter_a_view_and_a_transposed_array_count_by_value():
@@ -52,8 +77,11 @@ def test_any_bits_any_chunk_and_shards_add(bits, cut, start, chunk):
     expected = fingerprints.sum64x2("w", bits, start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "CHUNK", chunk)
+        patch.setattr(weights, "_BLOCK", chunk)
+        tensor = torch.from_numpy(array.copy())
         assert weights.sum64x2("w", array, start) == expected
-        assert weights.sum64x2("w", torch.from_numpy(array.copy()), start) == expected
+        assert weights.sum64x2("w", tensor, start) == expected
+        assert by_torch(lambda: weights.sum64x2("w", tensor, start)) == expected
     left = weights.sum64x2("w", array[:cut], start)
     right = weights.sum64x2("w", array[cut:], start + min(cut, len(bits)))
     assert tuple((a + b) & fingerprints.MASK64 for a, b in zip(left, right)) == expected
