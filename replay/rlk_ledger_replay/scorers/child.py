@@ -164,7 +164,7 @@ def _read(file: Path, job: Job, answer: Answer) -> str | None:
 
 def _take(frame: Frame, job: Job, wanted: set[str], answer: Answer) -> str | None:
     if isinstance(frame, Failed):
-        status: Literal["error", "not_measured"] = "not_measured" if frame.kind == "missing" else "error"
+        status: Literal["error", "not_measured"] = "error" if frame.kind == "error" else "not_measured"
         for name in wanted:
             answer.problems.setdefault(name, Problem(status, frame.reason))
     elif isinstance(frame, Statement):

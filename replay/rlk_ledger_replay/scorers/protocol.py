@@ -132,9 +132,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not be opened: `missing` is not installed, `error` is anything else."""
+    """The engine could not be opened: `missing` is not installed, `unsupported` cannot hold this model so."""
 
-    kind: Literal["missing", "error"]
+    kind: Literal["missing", "unsupported", "error"]
     reason: str
 
 
@@ -146,7 +146,7 @@ Frame = Statement | Scored | Refused | Failed | Done
 
 
 class Unsupported(Exception):
-    """The engine cannot do what a pass asks for; the message says what and why."""
+    """The engine cannot do what it is asked for; the message says what and why."""
 
 
 class Engine(Protocol):

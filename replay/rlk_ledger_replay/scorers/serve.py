@@ -48,6 +48,9 @@ def main(open_engine: Callable[[Job], Engine], package: str, arguments: Sequence
             missing = (error.name or "").partition(".")[0] == package
             write_frame(Failed("missing" if missing else "error", told(error)), answer)
             return 1
+        except Unsupported as error:
+            write_frame(Failed("unsupported", str(error)), answer)
+            return 1
         except Exception as error:
             write_frame(Failed("error", told(error)), answer)
             return 1
