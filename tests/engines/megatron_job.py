@@ -48,14 +48,14 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
             roles={"rollout": 1, "training": job["world"]},
             spool=job["spool"],
             shipper="off",
-            on_error="raise",
+            on_error="warn" if job.get("silent") else "raise",
             **megatron.init_options("training-0"),
         )
     model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
     watch = megatron.attach(model, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
     out: dict[str, Any] = {}
     with rlk_ledger.scope(step=0):
-        watch.published(job["version"], job["model"])
+        watch.published(job["version"], job["model"], timeout_s=2.0 if job.get("silent") else 60.0)
         scores = []
         with watch.scoring("logprob", weight_version=job["version"], reduce=job.get("reduce", False)) as scored:
             for part in micro_batches(job):

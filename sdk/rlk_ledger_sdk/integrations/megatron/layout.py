@@ -127,7 +127,7 @@ def _row(sample_id: str, tokens: Any, response: int, mask: Any) -> Row:
             f"scoring.batch: sample {sample_id!r} has {len(ids)} tokens and a response of {response}; a response needs "
             "at least one token before it."
         )
-    flags = None if mask is None else [int(bool(one)) for one in ints(mask)]
+    flags = None if mask is None else list(bytes(map(bool, ints(mask))))
     if flags is not None and len(flags) != response:
         raise UsageError(f"scoring.batch: sample {sample_id!r} has {response} response tokens, a mask of {len(flags)}.")
     prompt = len(ids) - response

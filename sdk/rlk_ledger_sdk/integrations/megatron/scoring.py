@@ -82,6 +82,7 @@ class Scoring:
         self._temperature = temperature
         self._group = group
         self._seen: _Seen | None = None
+        self._contracts: dict[Any, str] = {}
 
     def batch(
         self,
@@ -155,7 +156,14 @@ class Scoring:
         seen.held = partials(logits, spans, targets, seen.ranges[0], self._temperature)
         if self._group is not None and not seen.whole:
             seen.held, seen.whole = reduced(seen.held, self._group), True
-        seen.contract = self._watch.logprob_contract(logits, self._temperature)
+        seen.contract = self._contract(logits)
+
+    def _contract(self, logits: Any) -> str:
+        """The contract of these logits, read from the model once a pass and dtype: it walks every parameter."""
+        known = self._contracts.get(logits.dtype)
+        if known is None:
+            known = self._contracts[logits.dtype] = self._watch.logprob_contract(logits, self._temperature)
+        return known
 
     def settle(self) -> None:
         """Records what was seen of the announced micro-batch; raises UsageError when no forward reached the hook."""

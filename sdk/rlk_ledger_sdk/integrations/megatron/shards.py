@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from rlk_ledger_sdk.integrations.megatron.layout import Span
 
 ELEMENTS = 1 << 24
-"""Logits worked on at once: bounds the temporary memory at a few times 64 MiB."""
+"""Logits worked on at once: bounds the temporary memory at twice 64 MiB."""
+_CPU_ELEMENTS = 1 << 19
+"""The same on a CPU: what stays in its cache, and in memory the allocator keeps."""
 
 
 class Partials(NamedTuple):
@@ -43,31 +45,40 @@ def partials(
     vocab: the half-open range of token ids these v columns stand for; columns beyond its length are not counted.
     """
     torch = sys.modules["torch"]
+    width, place = vocab[1] - vocab[0], logits.device
     with torch.no_grad():
-        if vocab[1] <= vocab[0] or not targets:
-            return _nothing(torch, len(targets), logits.device)
-        ids = torch.tensor(list(targets), dtype=torch.int64, device=logits.device)
-        chunk = max(1, ELEMENTS // max(1, vocab[1] - vocab[0]))
-        parts, done = [], 0
-        for span in spans:
-            for low in range(0, span.tokens, chunk):
-                count = min(chunk, span.tokens - low)
-                at = span.start + low
-                rows = logits[at : at + count, span.row, : vocab[1] - vocab[0]].float()
-                parts.append(_rows(rows, ids[done : done + count], vocab, temperature))
-                done += count
-        return Partials(*(torch.cat(held) for held in zip(*parts)))
+        if width <= 0 or not targets:
+            return _nothing(torch, len(targets), place)
+        ids = torch.tensor(list(targets), dtype=torch.int64, device=place)
+        inside = (ids >= vocab[0]) & (ids < vocab[1])
+        column = (ids - vocab[0]).clamp_(0, width - 1)[:, None]
+        batch = logits.shape[1]
+        rows = [at * batch + span.row for span in spans for at in range(span.start, span.start + span.tokens)]
+        where = torch.tensor(rows, dtype=torch.int64, device=place)
+        step = max(1, (_CPU_ELEMENTS if place.type == "cpu" else ELEMENTS) // width)
+        parts = [
+            _block(_picked(logits, where[low : low + step])[:, :width].float(), column[low : low + step], temperature)
+            for low in range(0, len(targets), step)
+        ]
+        peak, sums, target = (torch.cat(held) for held in zip(*parts))
+        return Partials(peak, sums, target.masked_fill_(~inside, 0.0))
 
 
-def _rows(logits: Any, ids: Any, vocab: tuple[int, int], temperature: float) -> Partials:
+def _picked(logits: Any, where: Any) -> Any:
+    """The rows [n, v] of logits [S, B, v] at flat places `where` (position x B + row), copied."""
+    if logits.is_contiguous():
+        return logits.view(-1, logits.shape[-1]).index_select(0, where)
+    return logits[where // logits.shape[1], where % logits.shape[1]]
+
+
+def _block(rows: Any, column: Any, temperature: float) -> tuple[Any, Any, Any]:
+    """(largest logit, sum of exponentials, target logit) of float32 `rows` [n, v], which are overwritten."""
     if temperature != 1.0:
-        logits = logits / temperature
-    peak = logits.amax(dim=-1)
-    sums = (logits - peak[:, None]).exp().sum(dim=-1)
-    inside = (ids >= vocab[0]) & (ids < vocab[1])
-    column = (ids - vocab[0]).clamp(0, vocab[1] - vocab[0] - 1)
-    target = logits.gather(1, column[:, None])[:, 0].masked_fill(~inside, 0.0)
-    return Partials(peak, sums, target)
+        rows /= temperature
+    peak = rows.amax(dim=-1)
+    target = rows.gather(1, column)[:, 0]
+    rows -= peak[:, None]
+    return peak, rows.exp_().sum(dim=-1), target
 
 
 def _nothing(torch: Any, count: int, device: Any) -> Partials:

@@ -1,6 +1,7 @@
 """The recorder of one Megatron rank: what it declares once, its scoring passes, its published weights."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ from rlk_ledger_sdk.api import record
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.megatron import contracts
+from rlk_ledger_sdk.integrations.megatron.exchange import collect, give
 from rlk_ledger_sdk.integrations.megatron.modules import Stage, unwrap
 from rlk_ledger_sdk.integrations.megatron.place import Place, read_place, version
 from rlk_ledger_sdk.integrations.megatron.scoring import Scoring, Unwatched, Vocabulary
 from rlk_ledger_sdk.integrations.megatron.settings import record_collectives, record_settings
-from rlk_ledger_sdk.integrations.megatron.weights import held_by_group, held_by_rank
+from rlk_ledger_sdk.integrations.megatron.weights import Held, held_by_group, held_by_rank, packed
 from rlk_ledger_sdk.knobs import read_back
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 
@@ -28,6 +30,7 @@ class Watch:
         self._temperature = temperature
         self._vocabulary = vocabulary
         self._layouts = 0
+        self._published: dict[str, int] = {}
 
     @contextlib.contextmanager
     def scoring(
@@ -81,22 +84,21 @@ class Watch:
         dtype: Any = None,
         stamp_rule: str | None = None,
         file_digest: str | None = None,
+        timeout_s: float = 30.0,
     ) -> Reference:
         """Records `weights.published`: the digest of the weights this job holds, under Hugging Face names.
 
-        Every rank calls it, like a checkpoint. The tensor and pipeline ranks of the first data-parallel replica
-        exchange names and integer sums (one all_gather_object, nothing with one rank); the first of them records.
+        Every rank calls it, as it would for a checkpoint. The tensor and pipeline ranks of the first data-parallel
+        replica leave their integer sums in torch.distributed's key-value store; the first of them adds and records. No
+        collective is entered: a rank that gives nothing within `timeout_s` seconds leaves a gap that names it.
         path: where the checkpoint was written, for replay. dtype: the torch dtype the export casts to, when it casts.
         """
-        reference = NOT_RECORDED
         if self.place.dp.rank or self.place.cp.rank:
-            return reference
+            return NOT_RECORDED
         with guarded("megatron.published"):
-            held = held_by_rank(self._stage, self.place, self._vocabulary.real, dtype)
-            if self.place.tp.size * self.place.pp.size > 1:
-                held = held_by_group(held, _groups()["model"])
-            if self.place.tp.rank == 0 and self.place.pp.rank == 0:
-                reference = record(
+            held = self._held(weight_version, dtype, timeout_s)
+            if held is not None:
+                return record(
                     "weights.published",
                     weight_version=weight_version,
                     digest=held.digest,
@@ -107,7 +109,20 @@ class Watch:
                     path=path,
                     file_digest=file_digest,
                 )
-        return reference
+        return NOT_RECORDED
+
+    def _held(self, weight_version: str, dtype: Any, timeout_s: float) -> Held | None:
+        """What the model-parallel group holds, on its first rank; None on the others."""
+        own = held_by_rank(self._stage, self.place, self._vocabulary.real, dtype)
+        if self.place.tp.size * self.place.pp.size == 1:
+            return own
+        times = self._published[weight_version] = self._published.get(weight_version, -1) + 1
+        key = f"weights/{weight_version}/{times}"
+        if self.place.tp.rank or self.place.pp.rank:
+            give(key, self.place.rank, packed(own))
+            return None
+        others = [rank for rank in _members() if rank != self.place.rank]
+        return held_by_group([packed(own), *collect(key, others, timeout_s)])
 
     def logprob_contract(self, logits: Any, temperature: float) -> str:
         """The id of the contract under which these logits become log-probabilities, declared when first seen."""
@@ -203,5 +218,12 @@ def _groups() -> dict[str, Any]:
         "tp": state.get_tensor_model_parallel_group(),
         "cp": state.get_context_parallel_group(),
         "dp": state.get_data_parallel_group(with_context_parallel=True),
-        "model": state.get_model_parallel_group(),
     }
+
+
+def _members() -> list[int]:
+    """The global ranks that hold this replica of the model between them."""
+    from megatron.core import parallel_state as state
+
+    ranks = sys.modules["torch"].distributed.get_process_group_ranks(state.get_model_parallel_group())
+    return [int(rank) for rank in ranks]

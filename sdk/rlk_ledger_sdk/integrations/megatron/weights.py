@@ -8,9 +8,10 @@ The names are those of Llama, Qwen2 and Qwen3. A parameter outside them (experts
 norm) is listed as skipped, never guessed.
 """
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rlk_ledger_schemas.fingerprints import MASK64, sum64x2_digest
 from rlk_ledger_sdk.integrations.megatron.modules import Stage, name_of
@@ -82,17 +83,20 @@ def held_by_rank(stage: Stage, place: Place, vocabulary: int, dtype: Any = None)
     return Held(tensors, tuple(skipped))
 
 
-def held_by_group(own: Held, group: Any) -> Held:
-    """The sums of all ranks of `group`; one all_gather_object of names and integers that every rank must enter."""
-    distributed = sys.modules["torch"].distributed
-    gathered: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(gathered, tuple(own), group=group)
+def packed(held: Held) -> bytes:
+    """A rank's sums as bytes for another rank."""
+    return msgspec.msgpack.encode(held)
+
+
+def held_by_group(parts: Iterable[bytes]) -> Held:
+    """The sums of several ranks, added."""
     tensors: dict[str, Sums] = {}
     skipped: dict[str, None] = {}
-    for parts, names in gathered:
-        for name, sums in parts.items():
-            _add(tensors, name, Sums(*sums))
-        skipped |= dict.fromkeys(names)
+    for part in parts:
+        held = msgspec.msgpack.decode(part, type=Held)
+        for name, sums in held.tensors.items():
+            _add(tensors, name, sums)
+        skipped |= dict.fromkeys(held.skipped)
     return Held(tensors, tuple(sorted(skipped)))
 
 

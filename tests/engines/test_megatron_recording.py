@@ -1,0 +1,231 @@
+"""What a Megatron-core job on CPU ranks records: values, weights, layouts, settings; and that it runs as before."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import rlk_ledger
+from rlk_ledger.audit import audit
+from rlk_ledger.pairs import pair
+from rlk_ledger_sdk.weights import state_digest
+
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]  # the engine's imports warn
+
+_spec = importlib.util.spec_from_file_location("megatron_runs", Path(__file__).with_name("megatron_runs.py"))
+assert _spec is not None
+assert _spec.loader is not None
+runs = importlib.util.module_from_spec(_spec)
+sys.modules.setdefault("megatron_runs", runs)
+_spec.loader.exec_module(runs)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Runs a job once per set of options and keeps it for the other tests of this module."""
+    held: dict[str, Any] = {}
+
+    def run(world: int = 2, **options: Any) -> Any:
+        key = repr((world, sorted(options.items())))
+        if key not in held:
+            root = tmp_path_factory.mktemp("job")
+            if options.pop("exported", False):
+                options["export"] = str(root / "exported")
+            made = runs.Run(root, world, **options)
+            if options.get("ledger", True):
+                record_rollout(made)
+            held[key] = made.start().wait()
+        return held[key]
+
+    return run
+
+
+def reference(dtype: str) -> list[list[float]]:
+    """The same samples by transformers: another engine with the same weights and temperature."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    network = Qwen3ForCausalLM.from_pretrained(runs.MODEL, dtype=getattr(torch, dtype)).eval()
+    out = []
+    with torch.no_grad():
+        for sample in runs.samples():
+            ids = torch.tensor([sample["prompt"] + sample["response"]])
+            logits = network(input_ids=ids).logits[0].float() / runs.TEMPERATURE
+            n, p = len(sample["response"]), len(sample["prompt"])
+            values = torch.log_softmax(logits, -1)[p - 1 : p - 1 + n]
+            out.append(values.gather(1, ids[0, p:, None])[:, 0].tolist())
+    return out
+
+
+def record_rollout(run: Any) -> None:
+    """The other side of the run: transformers' own log-probabilities of the same samples."""
+    dtype = run.job.get("dtype", "bfloat16")
+    rlk_ledger.init(
+        run.job["ledger"],
+        run_id="r",
+        role="rollout",
+        roles={"rollout": 1, "training": run.job["world"]},
+        spool=run.job["spool"],
+        shipper="off",
+    )
+    body = {"mode": "processed", "temperature": runs.TEMPERATURE, "compute_dtype": dtype}
+    contract = rlk_ledger.record("contract.declared", kind="logprob", version="1", body=body).contract_id
+    with rlk_ledger.scope(step=0):
+        for sample, values in zip(runs.samples(), reference(dtype)):
+            n = len(sample["response"])
+            rlk_ledger.record(
+                "rollout.sample",
+                sample_id=sample["sample_id"],
+                prompt_token_ids=sample["prompt"],
+                response_token_ids=sample["response"],
+                loss_mask=[int(one) for one in sample["mask"]],
+                weight_spans=[{"version": "v0", "start": 0, "end": n}],
+            )
+            rlk_ledger.record(
+                "logprobs",
+                sample_id=sample["sample_id"],
+                source="rollout",
+                values=values,
+                contract_id=contract,
+                weight_version="v0",
+            )
+    rlk_ledger.close()
+
+
+def errors(run: Any) -> dict[str, dict[str, Any]]:
+    """The findings that are no information, by id."""
+    return {f.finding_id: f.where for f in audit(run.history()).findings if f.severity != "info"}
+
+
+def test_two_tensor_ranks_pair_cleanly_and_give_the_engines_own_values(job: Callable[..., Any]) -> None:
+    """Claim: partials of two ranks, which never talked to each other, merge into what the engine itself computed."""
+    run = job(2, dtype="float32")
+    pairing = pair(run.history())
+    assert errors(run) == {}
+    assert len(pairing.pairs) == len(runs.samples())
+    own = run.result(0)["values"]
+    for one, values, other in zip(pairing.pairs, own, reference("float32")):
+        assert one.paired.all()
+        np.testing.assert_allclose(one.training, values, rtol=0, atol=4e-6)
+        np.testing.assert_allclose(one.training, other, rtol=0, atol=2e-5)
+        assert one.pass_id == "logprob"
+    assert {p.series.first.pass_id for p in pairing.passes} == {"train"}
+
+
+def test_every_rank_records_its_shard(job: Callable[..., Any]) -> None:
+    """Claim: each tensor rank has one event a sample and pass, with its own vocabulary range and partials."""
+    events = job(2, dtype="float32").events("logprobs")
+    mine = [e for e in events if e["source"] == "training" and e["pass_id"] == "logprob"]
+    assert len(mine) == 2 * len(runs.samples())
+    ranges = {(e["shard"]["rank"], tuple(map(tuple, e["shard"]["ranges"]))) for e in mine}
+    assert ranges == {(0, ((0, 136),)), (1, ((136, 272),))}
+    assert all({"partials.max", "partials.sum_exp", "partials.target_logit"} <= e.keys() for e in mine)
+    assert all(e["metadata_source"] == {"values": "absent", "partials": "measured"} for e in mine)
+
+
+def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
+    """Claim: when rank 1 records nothing, the audit names it, and no value is made of half a vocabulary."""
+    run = job(2, silent=[1])
+    found = errors(run)
+    assert found["evidence.shards_missing"]["missing_ranks"] == [1]
+    gaps = run.events("gap")
+    assert [g["kind"] for g in gaps] == ["internal"]
+    assert "ranks [1] gave no sums" in gaps[0]["reason"]
+    assert pair(run.history()).pairs == []
+
+
+@pytest.mark.parametrize("options", [{"world": 1}, {"world": 2}, {"world": 2, "vocab": 384, "vocab_size": 272}])
+def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Claim: the sharded live weights have the `state_digest` of the Hugging Face file, before and after a step."""
+    from safetensors.torch import load_file
+
+    run = job(exported=True, **options)
+    published = {e["weight_version"]: e for e in run.events("weights.published")}
+    assert published.keys() == {"v0", "v0+1"}
+    for version, folder in (("v0", runs.MODEL), ("v0+1", run.job["export"])):
+        tensors = load_file(Path(folder) / "model.safetensors")
+        digest, each = state_digest(tensors)
+        event = published[version]
+        assert event["digest"] == digest
+        assert event["tensor_count"] == len(tensors)
+        assert "skipped" not in event
+        assert {t["name"]: t["digest"] for t in event["tensors"]} == each
+        assert {t["name"]: tuple(t["shape"]) for t in event["tensors"]} == {
+            n: tuple(t.shape) for n, t in tensors.items()
+        }
+    assert published["v0"]["digest"] != published["v0+1"]["digest"]
+
+
+@pytest.mark.parametrize("options", [{}, {"give_values": True}, {"reduce": True}])
+def test_recording_changes_no_bit_of_the_job(job: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Claim: losses, gradients, scores and the weights after a step are the same bits with recording on and off."""
+    on, off = job(2, exported=True, **options), job(2, exported=True, ledger=None)
+    for rank in (0, 1):
+        assert on.result(rank) == off.result(rank)
+
+
+def test_values_the_engine_gives_are_recorded_as_they_are(job: Callable[..., Any]) -> None:
+    """Claim: given values are measured, equal on both ranks and equal to the engine's bits."""
+    run = job(2, give_values=True, exported=True)
+    events = [e for e in run.events("logprobs") if e["source"] == "training" and e["pass_id"] == "logprob"]
+    own = {s["sample_id"]: v for s, v in zip(runs.samples(), run.result(0)["values"])}
+    for event in events:
+        held = np.frombuffer(event["values"].data, np.float32)
+        assert held.tolist() == own[event["sample_id"]]
+        assert event["metadata_source"]["values"] == "measured"
+    assert errors(run) == {}
+
+
+def test_reduced_values_need_no_other_rank(job: Callable[..., Any]) -> None:
+    """Claim: with `reduce=True` each rank holds the whole value, equal to the engine's own to float32 rounding."""
+    run = job(2, reduce=True, exported=True)
+    events = [e for e in run.events("logprobs") if e["source"] == "training" and e["pass_id"] == "logprob"]
+    own = {s["sample_id"]: v for s, v in zip(runs.samples(), run.result(0)["values"])}
+    for event in events:
+        held = np.frombuffer(event["values"].data, np.float32)
+        np.testing.assert_allclose(held, own[event["sample_id"]], rtol=0, atol=4e-6)
+
+
+def test_layouts_are_recorded_once_a_micro_batch(job: Callable[..., Any]) -> None:
+    """Claim: the owner alone records a layout, and every score of every rank names it."""
+    run = job(2, dtype="float32")
+    layouts = run.events("batch.layout")
+    assert [(e["sample_order"], e["padding_side"], e["packing"]) for e in layouts] == [
+        (["s0", "s1", "s2"], "right", False),
+        (["s3", "s4"], "right", False),
+    ] * 2
+    names = {e["layout_id"] for e in layouts}
+    assert len(names) == 4
+    assert {e["layout_id"] for e in run.events("logprobs") if e["source"] == "training"} == names
+
+
+def test_settings_contracts_and_collectives_come_from_the_live_job(job: Callable[..., Any]) -> None:
+    """Claim: what is declared is what the modules show, and no order of summation is claimed."""
+    run = job(2, exported=True)
+    knobs = {e["path"]: e for e in run.events("knob.applied")}
+    assert knobs["model.dtype"]["actual"] == "bfloat16"
+    assert knobs["parallel.tp"]["actual"] == 2
+    assert knobs["attention.module"]["actual"] == "DotProductAttention"
+    assert knobs["sequence_parallel"]["actual"] is False
+    assert knobs["bias_dropout_fusion"]["status"] == "unobservable"
+    bodies = {
+        e["kind"]: e["body"]
+        for e in run.events("contract.declared")
+        if "head_dtype" in e["body"] or e["kind"] != "logprob"
+    }
+    assert bodies["logprob"]["logits_dtype"] == bodies["logprob"]["head_dtype"] == "bfloat16"
+    assert bodies["logprob"]["temperature"] == runs.TEMPERATURE
+    assert bodies["norm"] == {"eps": 1e-6, "accumulate_dtype": "float32", "rounding_order": "kernel"}
+    assert bodies["rope"]["theta"] == 10000.0
+    ops = {e["op"]: e for e in run.events("collective.observed")}
+    assert set(ops) == {"row_parallel.all_reduce", "vocab_parallel_cross_entropy.all_reduce"}
+    assert all(e["reduction_order"] == "arrival" and e["backend"] == "gloo" for e in ops.values())
+    writers = [e for e in run.events("writer.opened") if e["role"] == "training"]
+    assert sorted(e["parallel"]["tp"]["rank"] for e in writers) == [0, 1]
+    assert {e["engine"]["instance"] for e in writers} == {"training-0"}
