@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -58,20 +59,25 @@ def _extend_workers() -> None:
 
 
 def _extend_core(engine: str) -> None:
-    """Lets an engine core that has a process of its own tell its settings and record its steps."""
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    """Lets an engine core that has a process of its own tell its settings and record its steps.
+
+    vLLM loads plugins while that core is being built, before its scheduler is.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
 
     core: Any = EngineCore
     core.rlk_ledger_scheduler = scheduler.settings_in_force
 
     def watched(self: Any) -> None:
-        if isinstance(self, EngineCoreProc):
+        if multiprocessing.current_process().name.startswith("EngineCore"):
             with guarded("vllm engine core"):
                 prefix = os.environ.get("RLK_PARENT_WRITER", "")
-                steps = Steps(engine, prefix, lambda: str(current().writer_id))
-                self.scheduler.schedule = steps.wrap(self.scheduler.schedule)
+                steps = Steps(engine, prefix)
+                self.schedule = steps.wrap(self.schedule)
 
-    core.__init__ = _followed_by(core.__init__, watched)
+    kind: Any = Scheduler
+    kind.__init__ = _followed_by(kind.__init__, watched)
 
 
 def _remember_arguments() -> None:

@@ -4,6 +4,7 @@ It reads what the scheduler decided and changes nothing. A step without a prefil
 """
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +26,11 @@ class Prefill(NamedTuple):
 class Steps:
     """Watches one scheduler. Owned by the thread that calls `schedule`."""
 
-    def __init__(self, engine: str, prefix: str, writer: Callable[[], str]) -> None:
+    def __init__(self, engine: str, prefix: str) -> None:
         self._prefills: dict[str, Prefill] = {}
         self._engine = engine
         self._prefix = prefix
-        self._layouts = (f"{writer()}-{engine}-step{i}" for i in itertools.count())
+        self._layouts = (f"{prefix}-{os.getpid()}-step{i}" for i in itertools.count())
         self._names: dict[str, str] = {}
         self._open: dict[str, int] = {}
         """Requests whose prefill goes on, with the length of their prompt."""

@@ -54,7 +54,7 @@ class Watch:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._count = itertools.count()
         self._prefix = str(current().writer_id or "")
-        self.steps = Steps(engine, self._prefix, lambda: str(current().writer_id))
+        self.steps = Steps(engine, self._prefix)
         self._identity = Identity(
             engine=engine,
             model=front.model,
