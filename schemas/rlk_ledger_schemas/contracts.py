@@ -4,6 +4,7 @@ semantic: must agree, or the sides are not comparable. numeric: a difference is 
 never a finding. A field this table does not know is numeric: a difference nobody classified is worth a look.
 """
 
+import struct
 from typing import Any, Literal
 
 FieldClass = Literal["semantic", "numeric", "path"]
@@ -65,7 +66,22 @@ def differing_fields(kind: str, left: dict[str, Any], right: dict[str, Any]) -> 
     """(field, class, left value, right value) of fields both bodies declare and that differ, path fields left out."""
     shared = sorted(left.keys() & right.keys())
     rows = [(field, field_class(kind, field), left[field], right[field]) for field in shared]
-    return [row for row in rows if row[1] != "path" and row[2] != row[3]]
+    return [row for row in rows if row[1] != "path" and not same(row[2], row[3])]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two declared values are one: numbers are compared as the float32 that engines compute with."""
+    if left == right:
+        return True
+    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right)]
+    return all(numbers) and _float32(left) == _float32(right)
+
+
+def _float32(value: float) -> bytes | float:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return float(value)
 
 
 def undeclared_fields(kind: str, left: dict[str, Any], right: dict[str, Any]) -> list[tuple[str, FieldClass]]:

@@ -46,12 +46,12 @@ FINDINGS: dict[str, FindingType] = {
         "select * from events where type = 'contract.declared' and run_id = $run",
         "Make the named field equal on both sides, or declare what really runs.",
     ),
-    "precision.differs": _f(
+    "numerics.differ": _f(
         "info",
-        "one engine computes in another precision than the other, so rounding lives on one side",
-        "contract.declared of both sides with `compute_dtype`",
+        "the two engines round at different places or in different precisions; replay measures what that costs",
+        "contract.declared of both sides",
         "select * from events where type = 'contract.declared' and run_id = $run",
-        "Replay measures what it costs: within its floor nothing is wrong; above it, use one precision on both sides.",
+        "Within the measured floor nothing is wrong; above it, make the named field equal on both sides first.",
     ),
     "weights.not_loaded": _f(
         "error",

@@ -97,7 +97,7 @@ def test_an_engine_in_another_precision_is_said_once_and_is_no_error(small: Smal
     for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):
         small.bodies[side] |= {"compute_dtype": dtype, "head_dtype": dtype, "logits_dtype": dtype}
     result = small.audit()
-    assert [(f.finding_id, f.severity) for f in result.findings] == [("precision.differs", "info")]
+    assert [(f.finding_id, f.severity) for f in result.findings] == [("numerics.differ", "info")]
     assert (result.verdict, result.exit_code) == ("pass", 0)
 
 
@@ -134,16 +134,24 @@ def test_a_field_only_one_side_declares_is_a_gap(small: Small) -> None:
     assert found["evidence.incomplete"] == {"kind": "logprob", "field": "temperature", "side": "training"}
 
 
-def test_contracts_of_other_kinds_are_compared(small: Small) -> None:
-    for side, order in (("rollout", "before"), ("training", "after")):
+def test_two_engines_that_round_at_different_places_are_told_apart_and_not_accused(small: Small) -> None:
+    for side, order in (("rollout", "hf"), ("training", "kernel")):
         small.add(side, "contract.declared", kind="norm", version="1", body={"eps": 1e-6, "rounding_order": order})
+    result = small.audit()
+    assert [(f.finding_id, f.severity) for f in result.findings] == [("numerics.differ", "info")]
+    assert (result.findings[0].where["kind"], result.findings[0].where["field"]) == ("norm", "rounding_order")
+    assert result.exit_code == 0
+
+
+def test_another_computation_is_a_difference_and_another_last_bit_of_a_double_is_none(small: Small) -> None:
+    small.add("rollout", "contract.declared", kind="attention", version="1", body={"softmax_scale": 32**-0.5})
+    small.add("training", "contract.declared", kind="attention", version="1", body={"softmax_scale": 1 / 32**0.5})
+    assert 32**-0.5 != 1 / 32**0.5
+    assert small.audit().findings == ()
+    small.add("rollout", "contract.declared", kind="norm", version="1", body={"eps": 1e-6})
+    small.add("training", "contract.declared", kind="norm", version="1", body={"eps": 1e-5})
     where = small.findings()["contract.differs"]
-    assert (where["kind"], where["field"], where["rollout"], where["training"]) == (
-        "norm",
-        "rounding_order",
-        "before",
-        "after",
-    )
+    assert (where["kind"], where["field"], where["class"]) == ("norm", "eps", "semantic")
 
 
 def load(small: Small, version: str, number: int, **fields: Any) -> None:

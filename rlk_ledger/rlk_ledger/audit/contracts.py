@@ -1,8 +1,9 @@
-"""Do the sides declare the same numeric contract? (contract.differs, precision.differs, evidence.incomplete)
+"""Do the sides declare the same numeric contract? (contract.differs, numerics.differ, evidence.incomplete)
 
-An engine that runs as a whole in another precision than the other is a choice whose effect replay measures against each
-side's own floor. Its dtype fields differ with it and are one finding, `precision.differs`; a head, or any other part,
-in a dtype that is not its own engine's is a difference of contracts.
+What is computed (semantic fields) and how the head rounds (numeric fields of the logprob contract) must be the same on
+both sides: `contract.differs`. Two engines are never the same program, though: an order of rounding inside a norm, or
+a whole engine in another precision, is said as `numerics.differ`, and replay measures what it costs against each
+side's own floor. The dtype fields that follow from an engine's precision are part of that one finding.
 """
 
 from collections import Counter, defaultdict
@@ -55,11 +56,7 @@ def _scores(view: View, left_id: str, right_id: str, samples: int) -> Iterable[F
     same_semantics = effective(left) == effective(right)
     precision = _precision(contracts, left_id, right_id)
     if precision[0] != precision[1]:
-        yield Finding(
-            "precision.differs",
-            {"kind": "logprob", "field": "compute_dtype", "rollout": precision[0], "training": precision[1]},
-            evidence,
-        )
+        yield _differs("logprob", "compute_dtype", "numeric", *precision, evidence, "numerics.differ")
     for name, kind, a, b in differing_fields("logprob", left, right):
         if same_semantics and (name == "mode" or name in _NEUTRAL):
             continue
@@ -103,10 +100,21 @@ def effective(body: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _differs(kind: str, name: str, cls: str, left: Any, right: Any, evidence: dict[str, Any]) -> Finding:
+def _differs(
+    kind: str,
+    name: str,
+    cls: str,
+    left: Any,
+    right: Any,
+    evidence: dict[str, Any],
+    finding_id: str = "contract.differs",
+) -> Finding:
+    where = {"kind": kind, "field": name, "class": cls, "rollout": left, "training": right}
+    if finding_id != "contract.differs":
+        return Finding(finding_id, where, evidence)
     return Finding(
-        "contract.differs",
-        {"kind": kind, "field": name, "class": cls, "rollout": left, "training": right},
+        finding_id,
+        where,
         evidence,
         f"Make `{name}` equal on both sides (rollout {left!r}, training {right!r}), or declare what really runs.",
     )
@@ -126,7 +134,10 @@ def _other_kinds(view: View, precision: Precision) -> Iterable[Finding]:
         for name, cls, a, b in differing_fields(kind, left, right):
             if _follows(name, a, b, precision):
                 continue
-            yield _differs(kind, name, cls, a, b, {"rollout_contract": left_id, "training_contract": right_id})
+            evidence = {"rollout_contract": left_id, "training_contract": right_id}
+            yield _differs(
+                kind, name, cls, a, b, evidence, "numerics.differ" if cls == "numeric" else "contract.differs"
+            )
 
 
 def is_semantic(finding: Finding) -> bool:

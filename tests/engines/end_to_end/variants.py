@@ -1,0 +1,81 @@
+"""What the two engines of the end-to-end do, and what each variant changes."""
+
+from pathlib import Path
+
+import msgspec
+
+TEMPERATURE = 0.7
+STEPS, GROUPS, GROUP_SIZE = 3, 8, 2
+MICRO_BATCH = 8
+LEARNING_RATE = 2e-3
+WAIT_S = 240.0
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One run: how it differs from the clean one.
+
+    logprobs_mode: vLLM's. training_dtype: what Megatron computes in. float32_head: the trainer's head alone in float32.
+    stale: vLLM reloads the first weights under every version. lost_rank: what this training rank recorded never leaves its node.
+    """
+
+    name: str
+    logprobs_mode: str = "processed_logprobs"
+    training_dtype: str = "bfloat16"
+    float32_head: bool = False
+    stale: bool = False
+    lost_rank: int | None = None
+
+
+VARIANTS = (
+    Variant("clean"),
+    Variant("training-float32", training_dtype="float32"),
+    Variant("stale-reload", stale=True),
+    Variant("bf16-head", float32_head=True),
+    Variant("missing-tensor-rank", lost_rank=1),
+    Variant("raw-against-processed", logprobs_mode="raw_logprobs"),
+)
+"""In the order in which they run: the last one needs another vLLM engine."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Where a run of all variants keeps what it makes; `model` is the folder of the first weights."""
+
+    root: str
+    model: str
+
+    @property
+    def ledger(self) -> Path:
+        """The one ledger all runs are in."""
+        return Path(self.root) / "ledger"
+
+    @property
+    def spool(self) -> Path:
+        """The recorders' spool."""
+        return Path(self.root) / "spool"
+
+    @property
+    def lost_node(self) -> Path:
+        """The spool of a node that nothing is shipped from."""
+        return Path(self.root) / "lost-node"
+
+    def work(self, variant: Variant) -> Path:
+        """Where the engines of one variant hand over samples."""
+        return Path(self.root) / "work" / variant.name
+
+    def weights(self, variant: Variant, version: int) -> Path:
+        """The checkpoint of one version; beside the ledger, so that replay finds it by a relative path."""
+        return Path(self.root) / "weights" / variant.name / version_name(version)
+
+    def weights_path(self, variant: Variant, version: int) -> str:
+        """The same as it is recorded: relative to the ledger's folder's parent."""
+        return f"weights/{variant.name}/{version_name(version)}"
+
+
+def version_name(version: int) -> str:
+    """The name of a weight version."""
+    return f"v{version}"
+
+
+def read_job(path: str) -> Job:
+    """The job in a JSON file."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=Job)
