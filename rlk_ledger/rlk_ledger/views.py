@@ -24,6 +24,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "knobs": ("knob.applied",),
     "contracts": ("contract.declared",),
     "collectives": ("collective.observed",),
+    "timings": ("segment.timed",),
     "weights": ("weights.published", "weights.loaded"),
     "layouts": ("batch.layout",),
     "gaps": ("gap", "writer.lost"),
@@ -36,10 +37,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 """Views that are the events of some types, one column a field."""
 
 _WITH_ARRAYS = frozenset({"samples", "logprobs"})
-_TIMINGS = pa.schema(
-    [("run_id", pa.string()), ("step", pa.int64()), ("operator", pa.string()), ("compute_ns", pa.int64())]
-)
-VIEWS: tuple[str, ...] = ("runs", "events", *EVENTS, *token_tables.BUILDERS, "timings")
+VIEWS: tuple[str, ...] = ("runs", "events", *EVENTS, *token_tables.BUILDERS)
 
 
 def sql(ledger: Ledger, query: str, params: Params = None) -> duckdb.DuckDBPyRelation:
@@ -103,9 +101,7 @@ def _build(name: str, ledger: Ledger, runs: Sequence[str], histories: _Histories
         return event_tables.events_table(ledger, runs)
     if name in token_tables.BUILDERS:
         return token_tables.BUILDERS[name](histories.all())
-    if name in EVENTS:
-        return event_tables.event_table(ledger, runs, EVENTS[name], arrays=name in _WITH_ARRAYS)
-    return _TIMINGS.empty_table()
+    return event_tables.event_table(ledger, runs, EVENTS[name], arrays=name in _WITH_ARRAYS)
 
 
 def _explained(error: duckdb.Error) -> str:

@@ -99,6 +99,11 @@ def test_nothing_the_caller_owns_survives_construction() -> None:
         ("writer.opened", {"role": "rollout", "rank": 2, "world_size": 2}, "rank 2 is outside a world of 2"),
         ("contract.declared", {"kind": "logprob", "version": "1", "body": {"t": float("nan")}}, "`$.body.t` is nan"),
         ("contract.declared", {"kind": "logprob", "version": "1", "body": {}, "contract_id": "x"}, "the body gives"),
+        ("segment.timed", {"elapsed_ns": 5}, "give either `operator`"),
+        ("segment.timed", {"operator": "mlp", "collective": "all_reduce", "elapsed_ns": 5}, "give either `operator`"),
+        ("segment.timed", {"operator": "mlp", "exposed_ns": 5}, "as a segment of its own"),
+        ("segment.timed", {"collective": "all_reduce", "compute_ns": 5}, "as a segment of its own"),
+        ("segment.timed", {"operator": "mlp", "calls": 2}, "nothing was measured"),
         (
             "collective.observed",
             {

@@ -17,7 +17,13 @@ from rlk_ledger_schemas.events.base import (
     take_arrays,
 )
 from rlk_ledger_schemas.events.boundaries import BoundaryCaptured
-from rlk_ledger_schemas.events.decisions import CollectiveObserved, ContractDeclared, KnobApplied, OperatorDecided
+from rlk_ledger_schemas.events.decisions import (
+    CollectiveObserved,
+    ContractDeclared,
+    KnobApplied,
+    OperatorDecided,
+    SegmentTimed,
+)
 from rlk_ledger_schemas.events.identity import Environment, Gap, RunOpened, WriterClosed, WriterLost, WriterOpened
 from rlk_ledger_schemas.events.live import BatchAdmitted, DriftDiagnosed
 from rlk_ledger_schemas.events.replays import (
@@ -59,6 +65,7 @@ __all__ = [
     "ReportWritten",
     "RolloutSample",
     "RunOpened",
+    "SegmentTimed",
     "VerdictReached",
     "WeightsLoaded",
     "WeightsPublished",

@@ -93,3 +93,50 @@ class CollectiveObserved(Event, frozen=True, kw_only=True):
                 f"collective.observed: determinism 'topology_stable' cannot be claimed with "
                 f"reduction_order {wire.reduction_order!r}."
             )
+
+
+@register
+class SegmentTimed(Event, frozen=True, kw_only=True):
+    """Time that one part of a distributed operator took on this rank, as its own engine or a profiler measured it.
+
+    Exactly one of `operator` (computation, or a stretch nobody split) and `collective` (communication) names the part;
+    `part_of` names what both belong to. Times are ns summed over `calls`, bytes are bytes. `elapsed_ns` is what passed
+    from begin to end where computation and communication were not told apart. What was not measured is left out.
+    """
+
+    TYPE: ClassVar[str] = "segment.timed"
+    TIMES: ClassVar[tuple[str, ...]] = ("elapsed_ns", "compute_ns", "exposed_ns", "overlapped_ns", "wait_ns")
+    operator: Name | None = None
+    collective: Name | None = None
+    part_of: Name | None = None
+    calls: Count | None = None
+    elapsed_ns: Count | None = None
+    compute_ns: Count | None = None
+    exposed_ns: Count | None = None
+    overlapped_ns: Count | None = None
+    wait_ns: Count | None = None
+    bytes: Count | None = None
+    peak_memory_delta: int | None = None
+    rank_skew_ns: Count | None = None
+    stream: Name | None = None
+    bucket_plan: Free | None = None
+    overlap_fallback: str | None = None
+    clock: Literal["host", "device"] | None = None
+    evidence: str | None = None
+
+    @classmethod
+    def check_lengths(cls, wire: Any, arrays: Arrays) -> None:
+        if (wire.operator is None) == (wire.collective is None):
+            raise EventError("segment.timed: give either `operator` (computation) or `collective` (communication).")
+        if wire.operator is not None and (wire.exposed_ns is not None or wire.overlapped_ns is not None):
+            raise EventError(
+                f"segment.timed: operator {wire.operator!r} has communication times; record its communication as a "
+                "segment of its own, named by `collective`."
+            )
+        if wire.collective is not None and wire.compute_ns is not None:
+            raise EventError(
+                f"segment.timed: collective {wire.collective!r} has `compute_ns`; record its computation as a segment "
+                "of its own, named by `operator`."
+            )
+        if all(getattr(wire, name) is None for name in cls.TIMES):
+            raise EventError(f"segment.timed: nothing was measured; give one of {', '.join(cls.TIMES)}.")
