@@ -189,6 +189,38 @@ def test_columns_of_a_rank_read_as_its_rows(tmp_path: Path, data: Path, imports:
     assert layouts["3-dp1"]["micro_batch"] == 2
 
 
+def test_format_2_as_it_is_written_with_tensors_and_places_instead_of_indices(tmp_path: Path, imports: Any) -> None:
+    rollouts = [rollout(index=None, tokens=[1, 2, 3, 4, i]) for i in range(4)]
+    rows = [
+        trained(
+            sample_index=None,
+            rollout_position=place,
+            data_parallel_rank=place % 2,
+            tokens=torch.tensor([1, 2, 3, 4, place]),
+            log_probs=torch.tensor([-1.0 * place, -0.5]),
+            raw="x",
+        )
+        for place in range(4)
+    ]
+    shards = [
+        {"rank": 8 * dp, "data_parallel_rank": dp, "sample_indices": [None] * 2, "partition": [2 + dp, dp]}
+        | {"micro_batch_indices": [[0], [1]], "num_microbatches": [1, 1], "global_batch_sizes": [2, 2]}
+        for dp in (0, 1)
+    ]
+    folder = save(tmp_path / "d", rollouts)
+    dump = {"format_version": 2, "rollout_id": 7, "rank": 0, "samples": rows, "dp_shards": shards, "raw_reward": [1.0]}
+    torch.save(dump, folder / "train_data/7.pt")
+    document = imports("vime", folder)
+    assert (document["findings"], document["notes"]) == ([], [])
+    run = document["run_id"]
+    assert training(imports, run) == {f"7-p{i}": [-1.0 * i, -0.5] for i in range(4)}
+    layouts = {f.fields["layout_id"]: f.fields for f in imports.history(run).of("batch.layout")}
+    assert layouts["7-dp0"]["sample_order"] == ["7-p2", "7-p0"]
+    assert layouts["7-dp1"]["sample_order"] == ["7-p3", "7-p1"]
+    assert layouts["7-dp0"]["micro_batch"] == 1
+    assert "global_batch" not in layouts["7-dp0"]
+
+
 def test_parts_of_a_context_parallel_pass_are_refused(tmp_path: Path, imports: Any) -> None:
     told = imports.refused("slime", save(tmp_path / "d", [rollout()], [trained(log_probs=torch.tensor([-0.5]))]))
     assert "context-parallel" in told
@@ -198,11 +230,12 @@ def test_several_steps_keep_apart_and_evaluations_are_left_out(tmp_path: Path, i
     folder = save(tmp_path / "d", [rollout()], [trained()], step=9)
     save(folder, [rollout()], [trained()], step=10)
     torch.save({"rollout_id": 10, "samples": [rollout(index=5)]}, folder / "rollout_data/eval_10.pt")
+    torch.save({"rollout_id": 10, "samples": [rollout(index=5)]}, folder / "rollout_data/rollout_eval_9.pt")
     torch.save({"weights": torch.zeros(2)}, folder / "optimizer.pt")
     document = imports("slime", folder)
     assert [f["file"] for f in document["files"]][:2] == ["rollout_data/9.pt", "rollout_data/10.pt"]
     assert document["notes"] == [
-        "1 evaluation dump was left out: nobody trains on it.",
+        "2 evaluation dumps were left out: nobody trains on them.",
         "optimizer.pt was left out: it is no rollout or train dump.",
     ]
     assert sorted(training(imports, document["run_id"])) == ["10-0", "9-0"]
@@ -232,7 +265,7 @@ def test_weight_versions_become_a_span_only_when_every_call_had_the_same(tmp_pat
 
 
 def test_optional_fields_of_a_sample_are_kept_where_they_were_measured(tmp_path: Path, imports: Any) -> None:
-    experts = torch.arange(4 * 2 * 2).reshape(4, 2, 2)
+    experts = [torch.arange(2 * 2 * 2).reshape(2, 2, 2), torch.zeros(2, 2, 2, dtype=torch.int32)]
     rich = rollout(
         session_id="s",
         spec_info={"spec_verify_ct": 2, "spec_draft_token_num": 6, "spec_accept_token_num": 4},

@@ -187,6 +187,15 @@ def test_nan_and_infinity_keep_their_bits_and_are_judged_by_the_audit(logged: Wr
     assert {"values.nan", "values.inf"} <= named
 
 
+def test_under_dynamic_sampling_the_filtered_reward_is_the_lines_own(logged: Write, imports: Any) -> None:
+    sample, _ = only(imports, imports("nemo-rl", logged(nemo(rewards=[0.0], filtered_rewards=[1.0])))["run_id"])
+    assert sample.reward == 1.0
+
+
+def test_logs_of_before_the_token_ids_are_refused(logged: Write, imports: Any) -> None:
+    assert "it has no `token_ids`" in imports.refused("nemo-rl", logged(nemo(token_ids=None)))
+
+
 def test_a_file_that_names_no_step_has_none(tmp_path: Path, imports: Any) -> None:
     sample, _ = only(imports, imports("nemo-rl", lines(tmp_path / "log.jsonl", nemo()))["run_id"])
     assert (sample.sample_id, sample.step) == ("log-0", None)

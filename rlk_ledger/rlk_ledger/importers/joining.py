@@ -10,9 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.importers.model import Ids, Imported, Mask, Scored, Source, Values
 
@@ -75,7 +72,7 @@ def _single(row: TrainRow, candidates: list[Imported]) -> Imported | None:
     named = [sample for sample in candidates if row.index is not None and sample.index == row.index]
     if len(named) == 1:
         return named[0]
-    carried = [sample for sample in candidates if row.rollout is not None and same(rollout_of(sample), row.rollout)]
+    carried = [sample for sample in candidates if same_where(row.mask, rollout_of(sample), row.rollout)]
     return carried[0] if len(carried) == 1 else None
 
 
@@ -84,9 +81,11 @@ def rollout_of(sample: Imported) -> Values | None:
     return next((s.values for s in sample.scores if s.source == "rollout"), None)
 
 
-def same(left: npt.NDArray[np.float32] | None, right: npt.NDArray[np.float32] | None) -> bool:
-    """Whether two float32 arrays are there and hold the same bits."""
-    return left is not None and right is not None and left.tobytes() == right.tobytes()
+def same_where(mask: Mask, left: Values | None, right: Values | None) -> bool:
+    """Whether two float32 arrays are there and hold the same bits at every token of the loss; others enter nothing."""
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return bool(left[mask != 0].tobytes() == right[mask != 0].tobytes())
 
 
 def _ambiguous(rows: list[TrainRow], step: int) -> list[Finding]:

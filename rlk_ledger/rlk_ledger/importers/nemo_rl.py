@@ -2,8 +2,10 @@
 
 Every field keeps the batch axis of length 1 it had, and sequences are padded to the longest of the step:
 `input_lengths` says where the tokens end. `generation_logprobs` and `prev_logprobs` score token i at entry i. The step
-is in the file's name only. Nothing in a log says which weights either side used, at which temperature, or which samples
-form a group, and a generation log-probability that was not finite may have been replaced by 0.0 before it was written.
+is in the file's name only. Under dynamic sampling `rewards` are those of the samples before filtering, and
+`filtered_rewards` the ones that belong to the lines. Nothing in a log says which weights either side used, at which
+temperature, or which samples form a group, and a generation log-probability that was not finite may have been replaced
+by 0.0 before it was written.
 """
 
 import re
@@ -23,7 +25,7 @@ _SIDES = (
     ("reference_policy_logprobs", "reference"),
 )
 _SEQUENCES = ("token_ids", "token_loss_mask", *(name for name, _ in _SIDES))
-_SCALARS = ("input_lengths", "rewards", "sample_loss_mask")
+_SCALARS = ("input_lengths", "rewards", "filtered_rewards", "sample_loss_mask")
 
 
 def read(path: Path, progress: Progress) -> Batch:
@@ -36,7 +38,8 @@ def read(path: Path, progress: Progress) -> Batch:
             for number, line in enumerate(lines(source)):
                 sample = _sample(_unbatched(line), step, number, source)
                 if sample.sample_id in seen:
-                    raise line.fail(f"sample {sample.sample_id} is in {seen[sample.sample_id]} too.")
+                    where = seen[sample.sample_id]
+                    raise line.fail(f"sample {sample.sample_id} is in {where} too; import each run by itself.")
                 seen[sample.sample_id] = f"{source.name}, {line.where}"
                 batch.samples.append(sample)
         batch.sources.append(source)
@@ -67,6 +70,10 @@ def _unbatched(line: Row) -> Row:
 
 
 def _sample(row: Row, step: int | None, number: int, origin: Source) -> Imported:
+    if "token_ids" not in row:
+        raise row.fail(
+            "it has no `token_ids`; NeMo-RL logs them since it logs advantages, and without them nothing joins."
+        )
     padded = row.ids("token_ids")
     length = row.maybe_count("input_lengths")
     length = len(padded) if length is None else length
@@ -92,7 +99,7 @@ def _sample(row: Row, step: int | None, number: int, origin: Source) -> Imported
         index=index,
         metadata={"prompt_token_ids": DERIVED, "loss_mask": DERIVED, **dict.fromkeys(_NEVER, ABSENT)},
     )
-    reward = row.maybe_number("rewards")
+    reward = row.maybe_number("filtered_rewards" if "filtered_rewards" in row else "rewards")
     sample.metadata["reward"] = ABSENT if reward is None else MEASURED
     if reward is not None:
         sample.fields["reward"] = reward

@@ -31,7 +31,8 @@ def read(path: Path, progress: Progress) -> Batch:
             for number, row in enumerate(lines(source)):
                 sample = _sample(row, number, source)
                 if sample.sample_id in seen:
-                    raise row.fail(f"sample {sample.sample_id} is in {seen[sample.sample_id]} too.")
+                    where = seen[sample.sample_id]
+                    raise row.fail(f"sample {sample.sample_id} is in {where} too; import each run by itself.")
                 seen[sample.sample_id] = f"{source.name}, {row.where}"
                 batch.samples.append(sample)
                 steps.add(sample.step)

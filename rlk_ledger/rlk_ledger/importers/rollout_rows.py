@@ -134,14 +134,16 @@ def _support(row: Row, length: int) -> dict[str, Any]:
 
 
 def _routes(row: Row, tokens: int) -> dict[str, Any] | None:
-    """Experts that served each token, where they are one array of token x layer x choice."""
+    """Experts that served each token, where they are arrays of token x layer x choice, one or one a generation call."""
     value = row.get("rollout_routed_experts")
-    if not isinstance(value, Tensor | LateArray):
+    chunks = value if type(value) is list else [value]
+    if not chunks or not all(isinstance(chunk, Tensor | LateArray) for chunk in chunks):
         return None
-    array = value.numpy() if isinstance(value, Tensor) else value.array
-    if array.ndim != 3 or array.dtype.kind not in "iu" or not array.size:
+    arrays = [chunk.numpy() if isinstance(chunk, Tensor) else chunk.array for chunk in chunks]
+    if any(a.ndim != 3 or a.dtype.kind not in "iu" or not a.size or a.shape[1:] != arrays[0].shape[1:] for a in arrays):
         return None
-    flat = np.ascontiguousarray(array).astype(np.int32)
+    array = np.concatenate(arrays)
+    flat = array.astype(np.int32)
     return {
         "digest": sha256(flat.tobytes()),
         "coverage": min(1.0, len(array) / max(1, tokens - 1)),

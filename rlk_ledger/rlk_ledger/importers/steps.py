@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlk_ledger.audit.finding import Finding
-from rlk_ledger.importers.joining import TrainRow, join, rollout_of, same
-from rlk_ledger.importers.model import ABSENT, DERIVED, MEASURED, Batch, Imported, Layout, Mask, Scored, Values
+from rlk_ledger.importers.joining import TrainRow, join, rollout_of, same_where
+from rlk_ledger.importers.model import ABSENT, DERIVED, MEASURED, Batch, Imported, Layout, Scored
 from rlk_ledger.importers.rollout_rows import missing_where, tool_zeros
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _take(sample: Imported, row: TrainRow) -> list[Finding]:
             copy.fields["weight_version"] = _only_version(sample)
             copy.metadata["weight_version"] = DERIVED if copy.fields["weight_version"] is not None else ABSENT
             sample.scores.insert(0, copy)
-        elif not _equal_where(row.mask, held, row.rollout):
+        elif not same_where(row.mask, held, row.rollout):
             copy.fields["pass_id"] = "trainer-copy"
             sample.scores.append(copy)
             findings.append(_differs(sample, row, "rollout", held, row.rollout))
@@ -88,16 +88,11 @@ def _take(sample: Imported, row: TrainRow) -> list[Finding]:
             score.fields["layout_id"] = _layout_id(sample.step, row.dp if row.dp is not None else row.rank)
         if first is None:
             sample.scores.append(score)
-        elif not _equal_where(row.mask, first.values, score.values):
+        elif not same_where(row.mask, first.values, score.values):
             score.fields["pass_id"] = f"rank-{row.rank}" if row.rank is not None else row.where
             sample.scores.append(score)
             findings.append(_differs(sample, row, score.source, first.values, score.values))
     return findings
-
-
-def _equal_where(mask: Mask, left: Values, right: Values) -> bool:
-    """Whether two float32 arrays hold the same bits at every token of the loss; masked tokens enter nothing."""
-    return len(left) == len(right) and same(left[mask != 0], right[mask != 0])
 
 
 def _only_version(sample: Imported) -> str | None:
@@ -129,8 +124,7 @@ def _layouts(step: Step) -> list[Layout]:
     for shard, origin in step.shards:
         layout_id = _layout_id(step.number, shard["rank"])
         rows = [row for row in step.rows if shard["rank"] in (row.dp, row.rank)]
-        by_index = {row.index: row for row in rows if row.index is not None}
-        ordered = [by_index.get(index) for index in shard["order"]] or list(rows)
+        ordered = _ordered(rows, shard)
         joined = [row for row in ordered if row is not None and row.sample is not None]
         if layout_id is None or layout_id in out or len(joined) != len(ordered) or not joined:
             continue
@@ -143,6 +137,15 @@ def _layouts(step: Step) -> list[Layout]:
         }
         out[layout_id] = Layout(step.number, fields, origin)
     return list(out.values())
+
+
+def _ordered(rows: list[TrainRow], shard: dict[str, Any]) -> list[TrainRow | None]:
+    """The rows in the shard's own order, by the indices or places it lists; in the file's where it lists none."""
+    for names, listed in (("index", shard["indices"]), ("position", shard["positions"])):
+        if listed:
+            held = {getattr(row, names): row for row in rows}
+            return [held.get(name) for name in listed]
+    return list(rows)
 
 
 def _missing(step: Step, samples: list[Imported]) -> list[Finding]:
@@ -160,7 +163,7 @@ def _missing(step: Step, samples: list[Imported]) -> list[Finding]:
     if holes:
         where["missing_positions"] = holes[:20]
     evidence = {
-        "reason": "the train files given do not cover every sample of the step",
+        "reason": "not every sample of the step has training values: a rank's file is missing, or it was not trained",
         "ranks_found": sorted(step.ranks),
         "sample_ids": [s.sample_id for s in unscored[:20]],
         "samples_in_step": len(samples),

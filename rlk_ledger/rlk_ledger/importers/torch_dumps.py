@@ -8,6 +8,7 @@ A file is known by what it holds, not by its name; only evaluation dumps are tol
 in them says so. Rollout values are Python floats, 0.0 where a tool wrote the token; training values are tensors.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from rlk_ledger.importers.train_rows import columns, read_row, read_shard
 from rlk_ledger_schemas.errors import FormatError
 
 _VERSIONS = (1, 2)
+_EVALUATION = re.compile(r"(?<![a-z])eval_\d")
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Step:
 def read(format_name: str, path: Path, progress: Progress) -> Batch:
     """Every dump below `path`; raises FormatError or UsageError, one sentence, before anything is written."""
     files = find(path, "*.pt")
-    evaluation = [name for _, name in files if Path(name).name.startswith("eval_")]
+    evaluation = [name for _, name in files if _EVALUATION.search(Path(name).name)]
     kept = [(file, name) for file, name in files if name not in evaluation]
     batch = Batch(format_name)
     if evaluation:

@@ -81,16 +81,21 @@ def _entropy(row: Row, length: int) -> Values | None:
     return row.values("entropy", length) if count == length else None
 
 
+def _numbers(value: Any) -> list[int]:
+    """A list of whole numbers; nothing where some are unknown."""
+    return list(value) if type(value) in (list, tuple) and all(type(i) is int for i in value) else []
+
+
 def read_shard(shard: Row, rank: int | None) -> dict[str, Any]:
-    """The layout one data-parallel rank trained in: its rank, the samples' indices in order, batch sizes, counts."""
+    """The layout a data-parallel rank trained in: its rank, its samples in order by index and by place, batch sizes."""
     micro = shard.get("micro_batch_indices")
     sizes = {len(one) for one in micro if type(one) is list} if type(micro) is list else set()
     batches = shard.get("global_batch_sizes")
     whole = batches[0] if type(batches) is list and len(batches) == 1 else None
-    order = shard.get("sample_indices")
     return {
         "rank": shard.maybe_count("data_parallel_rank") if "data_parallel_rank" in shard else rank,
-        "order": [i for i in order if type(i) is int] if type(order) is list else [],
+        "indices": _numbers(shard.get("sample_indices")),
+        "positions": _numbers(shard.get("partition")),
         "micro_batch": sizes.pop() if len(sizes) == 1 else None,
         "global_batch": whole if type(whole) is int and whole >= 0 else None,
     }
