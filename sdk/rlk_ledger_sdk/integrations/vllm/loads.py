@@ -15,6 +15,8 @@ class Held(NamedTuple):
     tensors: list[dict[str, Any]]
     differing: list[str]
     unread: dict[str, str]
+    adapters: dict[str, str]
+    """Digest by LoRA id."""
 
 
 def added_up(answers: Sequence[Mapping[str, Any]]) -> Held:
@@ -38,7 +40,8 @@ def added_up(answers: Sequence[Mapping[str, Any]]) -> Held:
         for name, total in totals.items()
     ]
     digest = sum64x2_digest((total[0], total[1]) for total in totals.values())
-    return Held(digest, tensors, _differing(answers), unread)
+    adapters = dict(answers[0].get("adapters", {})) if answers else {}
+    return Held(digest, tensors, _differing(answers), unread, adapters)
 
 
 def record_load(

@@ -25,6 +25,8 @@ def wrap(watch: Watch) -> None:
     put(engine, "step", lambda original: _stepping(watch, original))
     put(engine, "abort_request", lambda original: _aborting(watch, original))
     put(engine, "collective_rpc", lambda original: _calling(watch, original))
+    put(engine, "add_lora", lambda original: _adapting(watch, original))
+    put(engine, "remove_lora", lambda original: _unadapting(watch, original))
     put(engine, "set_weight_version", lambda original: _naming(watch, original))
     put(engine, "reset_prefix_cache", lambda original: _flushing(watch, original))
     if watch.front.core is not None:
@@ -52,10 +54,13 @@ def _stepping(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         if outputs:
-            with guarded("vllm outputs"):
-                for output in outputs:
+            for output in outputs:
+                with guarded("vllm outputs"):
                     if type(output).__name__ == "RequestOutput":
                         watch.take(output)
+            with guarded("vllm weights"):
+                if watch.versions.unsettled and watch.adapters:
+                    _settle(watch)  # an adapter is loaded by the first request that names it
         return outputs
 
     return step
@@ -83,6 +88,24 @@ def _calling(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return collective_rpc
+
+
+def _adapting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_lora(lora_request: Any) -> Any:
+        done = original(lora_request)
+        watch.adapter_loaded(lora_request)
+        return done
+
+    return add_lora
+
+
+def _unadapting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def remove_lora(lora_id: int) -> Any:
+        done = original(lora_id)
+        watch.adapter_removed(lora_id)
+        return done
+
+    return remove_lora
 
 
 def _naming(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:

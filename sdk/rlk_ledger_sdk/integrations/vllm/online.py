@@ -37,6 +37,8 @@ def wrap(watch: Watch) -> None:
     started = _Starting(watch)
     put(engine, "generate", lambda original: _generating(watch, started, original))
     put(engine, "collective_rpc", lambda original: _calling(watch, started, original))
+    put(engine, "add_lora", lambda original: _adapting(watch, original))
+    put(engine, "remove_lora", lambda original: _unadapting(watch, original))
     put(engine, "update_weight_version", lambda original: _naming(watch, original))
     put(engine, "reset_prefix_cache", lambda original: _flushing(watch, original))
 
@@ -49,13 +51,18 @@ def _generating(watch: Watch, started: _Starting, original: Callable[..., Any]) 
         with guarded("vllm request"):
             watch.in_flight.add(request_id, watch.request(sampling_params))
         outputs = original(prompt, sampling_params, request_id, *args, **kwargs)
+        last = None
         try:
             async for output in outputs:
                 with guarded("vllm outputs"):
                     watch.take(output)
+                last = output
                 yield output
         finally:
-            watch.in_flight.drop(request_id)
+            with guarded("vllm outputs"):
+                if last is not None and not last.finished:
+                    watch.cut(last)
+                watch.in_flight.drop(request_id)
             await outputs.aclose()
 
     return generate
@@ -72,6 +79,24 @@ def _calling(watch: Watch, started: _Starting, original: Callable[..., Any]) -> 
         return result
 
     return collective_rpc
+
+
+def _adapting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def add_lora(lora_request: Any) -> Any:
+        done = await original(lora_request)
+        watch.adapter_loaded(lora_request)
+        return done
+
+    return add_lora
+
+
+def _unadapting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+    async def remove_lora(lora_id: int) -> Any:
+        done = await original(lora_id)
+        watch.adapter_removed(lora_id)
+        return done
+
+    return remove_lora
 
 
 def _naming(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:

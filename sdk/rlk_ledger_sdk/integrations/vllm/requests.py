@@ -45,9 +45,19 @@ class InFlight:
         if output.finished:
             self.drop(output.request_id)
 
-    def delivered(self, request_id: str) -> list[tuple[int, list[int], list[float | None] | None]]:
-        """(index, tokens, log-probabilities) that reached the caller in deltas so far."""
-        return [(key[1], *parts) for key, parts in self._partial.items() if key[0] == request_id]
+    def unfinished(self, output: Any) -> Iterator[tuple[Any, Request]]:
+        """(completion, request) of what had arrived when a request was cut short; `output` is the last that arrived."""
+        request = self._requests.get(output.request_id)
+        if request is None:
+            return
+        for completion in output.outputs:
+            if completion.finish_reason is None:
+                cut = copy.copy(completion)
+                cut.finish_reason = "abort"
+                parts = self._partial.get((output.request_id, completion.index))
+                if parts is not None:
+                    cut.token_ids, cut.logprobs = parts[0], None if parts[1] is None else Sampled(parts[1])
+                yield cut, request
 
     def _joined(self, request_id: str, completion: Any) -> Any | None:
         key = (request_id, completion.index)

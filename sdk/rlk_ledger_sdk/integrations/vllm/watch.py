@@ -47,6 +47,8 @@ class Watch:
         self.in_flight = InFlight()
         self.versions = Versions(weight_version)
         self.wire_dtype = wire_dtype
+        self.adapters: dict[str, str] = {}
+        """Names of the LoRA adapters in use, by id."""
         self.ready = False
         self._requested = dict(requested)
         self._contracts: LogprobContracts | None = None
@@ -98,22 +100,38 @@ class Watch:
         if self.front.is_async:
             raise UsageError("vllm: an AsyncLLM answers asynchronously; use `await watch.weights_loaded_async(...)`.")
         self._name(version, path)
-        self.settle(self.ask("weights"))
+        with guarded("vllm weights"):
+            self.settle(self.ask("weights"))
 
     async def weights_loaded_async(self, version: str, path: str | None = None) -> None:
         """The same for an AsyncLLM."""
         self._name(version, path)
-        self.settle(await self.ask_async("weights"))
+        with guarded("vllm weights"):
+            self.settle(await self.ask_async("weights"))
 
     def detach(self) -> None:
         """Stops recording; every method that was wrapped is again what it was."""
         self.wraps.undo()
 
+    def adapter_loaded(self, adapter: Any) -> None:
+        """Takes note of a LoRARequest: the next reading of the workers names it."""
+        self.adapters[str(adapter.lora_int_id)] = str(adapter.lora_name)
+        self.versions.unsettled = True
+
+    def adapter_removed(self, number: int) -> None:
+        """Takes note that an adapter is gone."""
+        self.adapters.pop(str(number), None)
+        self.versions.unsettled = True
+
+    def cut(self, output: Any) -> list[str]:
+        """Records what had arrived of a request that ended before it was finished; `output` is the last it gave."""
+        return [self._recorded(output, *unfinished) for unfinished in self.in_flight.unfinished(output)]
+
     def take_over(self, before: "Watch") -> None:
         """Goes on where the watch that was attached before left off: what it said is not said again."""
         before.detach()
         version = self.versions.current
-        self.versions, self._digest = before.versions, before._digest
+        self.versions, self._digest, self.adapters = before.versions, before._digest, before.adapters
         self.in_flight, self.ready, self._contracts = before.in_flight, before.ready, before._contracts
         if version is not None:
             self.versions.named(version)
@@ -125,11 +143,11 @@ class Watch:
     def take(self, output: Any) -> list[str]:
         """Records every completion that `output` finishes."""
         done: list[str] = []
+        adapter = getattr(output, "lora_request", None)
+        if adapter is not None and self.adapters.get(str(adapter.lora_int_id)) != adapter.lora_name:
+            self.adapter_loaded(adapter)
         for completion, request in self.in_flight.finished(output):
-            name = self.sample_id(output, completion)
-            finished = Finished(output, completion, request, self.versions.current, name, self.steps.take(name))
-            prompt = self._prompt(output.prompt_token_ids)
-            done.append(record_completion(finished, self._identity, self._contracts, prompt))
+            done.append(self._recorded(output, completion, request))
         return done
 
     def describe(self, answers: Sequence[Mapping[str, Any]] | None, scheduler: Mapping[str, Any]) -> None:
@@ -166,7 +184,11 @@ class Watch:
             before=self._digest,
             caches_flushed=self.versions.caches_flushed,
             path=self.versions.path,
-            adapters=None,
+            adapters=[
+                {"name": self.adapters.get(number, f"id-{number}"), "digest": digest}
+                for number, digest in sorted(held.adapters.items())
+            ]
+            or None,
         )
         self._digest = held.digest
 
@@ -191,6 +213,11 @@ class Watch:
         """Takes over the version the engine itself reports at the start, when it has one."""
         if version and version != UNSET_VERSION and self.versions.current is None:
             self.versions.named(version)
+
+    def _recorded(self, output: Any, completion: Any, request: Request) -> str:
+        name = self.sample_id(output, completion)
+        finished = Finished(output, completion, request, self.versions.current, name, self.steps.take(name))
+        return record_completion(finished, self._identity, self._contracts, self._prompt(output.prompt_token_ids))
 
     def _arguments(self, question: str) -> tuple[Any, ...]:
         return (self.wire_dtype,) if question == "weights" else ()

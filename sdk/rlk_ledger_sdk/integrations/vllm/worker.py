@@ -7,7 +7,7 @@ needs neither.
 import sys
 from typing import Any
 
-from rlk_ledger_sdk.integrations.vllm import held
+from rlk_ledger_sdk.integrations.vllm import adapters, held
 from rlk_ledger_sdk.integrations.vllm.live import describe
 
 QUALIFIED = "rlk_ledger_sdk.integrations.vllm.worker.LedgerExtension"
@@ -17,7 +17,8 @@ QUALIFIED = "rlk_ledger_sdk.integrations.vllm.worker.LedgerExtension"
 def weights_held(worker: Any, wire_dtype: str | None = None) -> dict[str, Any]:
     """The sums of every canonical tensor this worker holds, in its own dtype or in `wire_dtype` (`bfloat16`, ...).
 
-    Returns {rank, tp_rank, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]}, unread: {name: reason}}.
+    Returns {rank, tp_rank, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]}, unread: {name: reason},
+    adapters: {id: digest}}.
     `copies` are sums of what another rank counts: they must agree with that rank's.
     """
     torch = sys.modules["torch"]
@@ -35,6 +36,7 @@ def weights_held(worker: Any, wire_dtype: str | None = None) -> dict[str, Any]:
             place = out["sums"] if piece.counted else out["copies"]
             place[piece.name] = list(held.sums(piece))
             out["shapes"][piece.name] = [str(piece.tensor.dtype).removeprefix("torch."), *piece.shape]
+        out["adapters"] = adapters.held(worker, dtype)
     return {**out, "unread": unread}
 
 
