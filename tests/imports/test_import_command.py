@@ -152,6 +152,41 @@ def test_damaged_dumps_are_imported_whole_or_refused_in_one_sentence(form: str, 
     assert verify(imports.url).verdict == "intact"
 
 
+@pytest.mark.parametrize("redaction", ["hash", "drop"])
+def test_a_redacted_import_is_imported_once_too(
+    redaction: str, data: Path, imports: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLK_REDACTION", redaction)
+    monkeypatch.setenv("RLK_REDACTION_KEY", "k" * 32)
+    first = imports("slime", data / "slime")
+    assert imports("slime", data / "slime")["already_there"] == 24
+    history = imports.history(first["run_id"])
+    assert history.redaction == redaction
+    assert all(s.response_token_ids.dtype != "int32" or not len(s.response_token_ids) for s in history.samples)
+    result = imports.audit(first["run_id"])
+    assert {(f.finding_id, f.where.get("field")) for f in result.findings} == {
+        ("evidence.incomplete", "weight_version")
+    }
+    assert result.summary["compared_tokens"] == 248
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    dumps: Path, imports: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlk_ledger.importers import nemo_rl
+
+    path = dumps / "nemo-rl/train_data_step3.jsonl"
+    real = nemo_rl.lines
+
+    def growing(source: Any) -> Any:
+        yield from real(source)
+        with path.open("a") as stream:
+            stream.write("\n")
+
+    monkeypatch.setattr(nemo_rl, "lines", growing)
+    assert "it changed while it was read" in imports.refused("nemo-rl", path)
+
+
 def test_usage_is_answered_in_one_sentence(data: Path, imports: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "neither a file nor a folder" in imports.refused("slime", data / "nothing")
     assert "holds no file called *.pt" in imports.refused("slime", data / "nemo-rl")

@@ -38,11 +38,11 @@ def natural(text: str) -> list[tuple[int, int, str]]:
 
 def hashed(files: list[tuple[Path, str]], progress: Progress) -> list[Source]:
     """Every file as a Source; raises FormatError, naming the file, when one cannot be read."""
-    sizes = {}
+    stats = {}
     for path, name in files:
         with naming(path):
-            sizes[name] = path.stat().st_size
-    total, done, out = sum(sizes.values()), 0, []
+            stats[name] = path.stat()
+    total, done, out = sum(stat.st_size for stat in stats.values()), 0, []
     for path, name in files:
         digest, count = hashlib.sha256(), 0
         with naming(path), path.open("rb") as stream:
@@ -50,9 +50,20 @@ def hashed(files: list[tuple[Path, str]], progress: Progress) -> list[Source]:
                 digest.update(chunk)
                 count += len(chunk)
                 progress(min(done + count, total), total)
-        done += sizes[name]
-        out.append(Source(path, os.fsencode(name).decode("utf-8", "replace"), digest.hexdigest(), count))
+        done += stats[name].st_size
+        shown = os.fsencode(name).decode("utf-8", "replace")
+        out.append(Source(path, shown, digest.hexdigest(), count, stats[name].st_mtime_ns))
     return out
+
+
+@contextlib.contextmanager
+def reading(source: Source) -> Iterator[None]:
+    """`naming` around the reading of a hashed file; raises FormatError when it changed since."""
+    with naming(source.path):
+        yield
+        now = source.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (source.bytes, source.changed_ns):
+            raise FormatError("it changed while it was read; import it once nothing writes to it.")
 
 
 @contextlib.contextmanager

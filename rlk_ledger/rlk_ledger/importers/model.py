@@ -19,12 +19,16 @@ MEASURED, DERIVED, DEFAULTED, ABSENT = "measured", "derived", "defaulted", "abse
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file: where it is, its name below the imported path, the SHA-256 (hex) of its bytes and their number."""
+    """One file: where it is, its name below the imported path, the SHA-256 (hex) of its bytes and their number.
+
+    `changed_ns` is when it was last written, as the file system says.
+    """
 
     path: Path
     name: str
     sha256: str
     bytes: int
+    changed_ns: int = 0
 
     @property
     def labels(self) -> dict[str, str]:
@@ -55,7 +59,8 @@ class Scored:
 class Imported:
     """One sample: prompt and response token ids, loss mask (one entry a response token) and every side's values.
 
-    `fields` are further fields of its `rollout.sample` event, `index` is what its framework calls it.
+    `fields` are further fields of its `rollout.sample` event, `index` is what its framework calls it, `rollout_id` is
+    there where the framework counts rollouts.
     """
 
     sample_id: str
@@ -65,6 +70,7 @@ class Imported:
     mask: Mask
     origin: Source
     index: int | None = None
+    rollout_id: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     scores: list[Scored] = field(default_factory=list)

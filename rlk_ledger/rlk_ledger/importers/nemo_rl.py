@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlk_ledger.importers.files import Progress, find, hashed, naming
+from rlk_ledger.importers.files import Progress, find, hashed, reading
 from rlk_ledger.importers.jsonl import lines
 from rlk_ledger.importers.model import ABSENT, DERIVED, MEASURED, Batch, Imported, Source
 from rlk_ledger.importers.rows import Row
@@ -34,7 +34,7 @@ def read(path: Path, progress: Progress) -> Batch:
     seen: dict[str, str] = {}
     for source in hashed(find(path, "train_data_step*.jsonl"), progress):
         step = _step(source)
-        with naming(source.path):
+        with reading(source):
             for number, line in enumerate(lines(source)):
                 sample = _sample(_unbatched(line), step, number, source)
                 if sample.sample_id in seen:

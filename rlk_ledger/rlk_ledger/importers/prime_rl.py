@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlk_ledger.audit.finding import Finding
-from rlk_ledger.importers.files import Progress, find, hashed, naming
+from rlk_ledger.importers.files import Progress, find, hashed, reading
 from rlk_ledger.importers.jsonl import lines
 from rlk_ledger.importers.model import ABSENT, DERIVED, MEASURED, Batch, Imported, Source
 from rlk_ledger.importers.rows import Row
@@ -26,7 +26,7 @@ def read(path: Path, progress: Progress) -> Batch:
     batch = Batch("prime-rl")
     seen: dict[str, str] = {}
     for source in hashed(find(path, "rank_*.jsonl"), progress):
-        with naming(source.path):
+        with reading(source):
             steps = set()
             for number, row in enumerate(lines(source)):
                 sample = _sample(row, number, source)

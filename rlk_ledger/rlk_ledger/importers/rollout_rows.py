@@ -32,6 +32,7 @@ def read_sample(row: Row, step: int, number: int, origin: Source) -> Imported:
         mask=mask,
         origin=origin,
         index=index,
+        rollout_id=step,
         metadata={"loss_mask": how, **dict.fromkeys(_NEVER, ABSENT)},
     )
     _describe(sample, row)

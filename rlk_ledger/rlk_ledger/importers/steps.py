@@ -49,6 +49,7 @@ def _from_rows(step: Step) -> list[Imported]:
                 mask=row.mask,
                 origin=row.origin,
                 index=row.index,
+                rollout_id=step.number,
                 metadata={"loss_mask": MEASURED, "weight_spans": ABSENT, "sampling": ABSENT, "engine": ABSENT},
             )
         row.sample = found[key]

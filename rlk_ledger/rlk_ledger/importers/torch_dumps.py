@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlk_ledger.importers.files import Progress, find, hashed, naming
+from rlk_ledger.importers.files import Progress, find, hashed, reading
 from rlk_ledger.importers.joining import TrainRow
 from rlk_ledger.importers.model import Batch, Imported, Source
 from rlk_ledger.importers.rollout_rows import read_sample
@@ -51,7 +51,7 @@ def read(format_name: str, path: Path, progress: Progress) -> Batch:
         batch.notes.append("1 evaluation dump was left out: nobody trains on it." if len(evaluation) == 1 else many)
     steps: dict[int, Step] = {}
     for source in hashed(kept, progress):
-        with naming(source.path):
+        with reading(source):
             if _read_file(source, steps):
                 batch.sources.append(source)
             elif path.is_file():

@@ -32,9 +32,12 @@ ScoreKey = tuple[str, str, str | None]
 
 @dataclass(slots=True)
 class Held:
-    """What a run holds: response token digests by sample, digests of values by score, layouts, contracts, findings."""
+    """What a run holds: response token digests by sample, digests of values by score, layouts, contracts, findings.
 
-    samples: dict[str, str] = field(default_factory=dict)
+    A redacted run does not hold the ids: the digest of its samples is None, and only their names tell them apart.
+    """
+
+    samples: dict[str, str | None] = field(default_factory=dict)
     scores: dict[ScoreKey, str] = field(default_factory=dict)
     layouts: set[str] = field(default_factory=set)
     findings: set[str] = field(default_factory=set)
@@ -130,7 +133,8 @@ def read_held(ledger: Ledger, run_id: str) -> Held:
     for _, _, fields, arrays in ledger.read_events(run_id, kinds):
         kind = fields["type"]
         if kind == "rollout.sample" and fields.get("attempt") is None:
-            held.samples[fields["sample_id"]] = sha256(arrays["response_token_ids"].data)
+            ids = arrays.get("response_token_ids")
+            held.samples[fields["sample_id"]] = None if ids is None or ids.dtype != "int32" else sha256(ids.data)
             masks[fields["sample_id"]] = as_numpy(arrays["loss_mask"])
         elif kind == "logprobs" and not fields.get("start"):
             values[fields["sample_id"], fields["source"], fields.get("pass_id")] = as_numpy(arrays["values"])
@@ -154,9 +158,9 @@ def _new_events(batch: Batch, declared: Declared, held: Held) -> Iterator[Emit]:
             yield "batch.layout", _layout(layout)
     for sample in batch.samples:
         known = held.samples.get(sample.sample_id)
-        if known is None:
+        if sample.sample_id not in held.samples:
             yield "rollout.sample", _sample(sample, declared)
-        elif known != token_digest(sample.response):
+        elif known not in (None, token_digest(sample.response)):
             raise UsageError(
                 f"the run already holds other tokens for sample {sample.sample_id}: these dumps are of another run, so "
                 "import them with another --run-id."
@@ -200,6 +204,7 @@ def _sample(sample: Imported, declared: Declared) -> dict[str, Any]:
         **fields,
         "sample_id": sample.sample_id,
         "step": sample.step,
+        "rollout_id": sample.rollout_id,
         "prompt_token_ids": sample.prompt,
         "response_token_ids": sample.response,
         "loss_mask": sample.mask,
@@ -225,6 +230,7 @@ def _logprobs(sample: Imported, score: Scored, contract: str, declared: Declared
         **fields,
         "sample_id": sample.sample_id,
         "step": sample.step,
+        "rollout_id": sample.rollout_id,
         "source": score.source,
         "values": score.values,
         "value_class": score.value_class,
