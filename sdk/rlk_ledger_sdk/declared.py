@@ -1,10 +1,15 @@
 """Contracts an integration declares on behalf of the engine it watches."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from rlk_ledger_schemas.fingerprints import contract_id
-from rlk_ledger_sdk.api import record
+from rlk_ledger_sdk.api import current, record
+
+_KEPT = 256
+_ids: dict[tuple[Any, ...], str] = {}
+"""Ids by process, writer and content, so that a contract that every sample names is hashed once."""
 
 
 def declare(kind: str, body: Mapping[str, Any], version: str = "1") -> str:
@@ -14,5 +19,17 @@ def declare(kind: str, body: Mapping[str, Any], version: str = "1") -> str:
     cannot hold.
     """
     known = {name: value for name, value in body.items() if value is not None}
+    key = (os.getpid(), current().writer_id, kind, version, *((name, type(v), v) for name, v in known.items()))
+    try:
+        found = _ids.get(key)
+    except TypeError:  # nested values are hashed every time
+        key, found = (), None
+    if found is not None:
+        return found
     reference = record("contract.declared", kind=kind, version=version, body=known)
-    return reference.contract_id or contract_id(kind, version, known)
+    found = reference.contract_id or contract_id(kind, version, known)
+    if key and reference.seq is not None:  # else it was not stored, and is declared again
+        if len(_ids) >= _KEPT:
+            _ids.clear()
+        _ids[key] = found
+    return found

@@ -1,11 +1,13 @@
 """declare, read_back and guarded: what every integration stands on."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rlk_ledger
+from rlk_ledger.recover import recover
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.knobs import UNOBSERVABLE, read_back
@@ -56,3 +58,24 @@ def test_a_mistake_of_an_integration_stays_out_of_the_job(tmp_path: Path, caplog
 def test_under_tests_a_mistake_is_raised() -> None:
     with capture(), pytest.raises(KeyError), guarded("vllm outputs"):
         raise KeyError("logprobs")
+
+
+def test_a_contract_is_declared_again_by_another_writer_and_by_a_forked_child(tmp_path: Path) -> None:
+    body = {"mode": "raw", "temperature": 1.0}
+    for _ in range(2):
+        with capture() as events:
+            first = declare("logprob", body)
+            assert declare("logprob", body) == first
+            assert declare("logprob", {**body, "temperature": True}) != first, "1.0 and true are not one value"
+        assert len(events.of("contract.declared")) == 2
+    rlk_ledger.init(tmp_path / "l", run_id="r", role="rollout", spool=tmp_path / "s", shipper="off")
+    declare("logprob", body)
+    child = os.fork()
+    if child == 0:
+        declare("logprob", body)
+        os._exit(0)
+    os.waitpid(child, 0)
+    rlk_ledger.close()
+    recover(tmp_path / "s")
+    events_ = rlk_ledger.open(tmp_path / "l").read_events("r", types=["contract.declared"])
+    assert len({writer for writer, _, _, _ in events_}) == 2

@@ -116,11 +116,12 @@ def logprob_fields(framework: Framework, fields: Mapping[str, Any], values: list
         )
         current().rejected("logprobs", error)
         return None
-    classes = [_MISSING if v is None or (v == 0.0 and not m) else 0 for v, m in zip(values, mask)]
-    out: dict[str, Any] = {"sample_id": fields["sample_id"]}
-    out["values"] = [float("nan") if v is None else v for v in values]
-    if any(classes):
-        out["value_class"] = classes
+    out: dict[str, Any] = {"sample_id": fields["sample_id"], "values": values}
+    if None in values or not all(mask):
+        classes = [_MISSING if v is None or (v == 0.0 and not m) else 0 for v, m in zip(values, mask)]
+        out["values"] = [float("nan") if v is None else v for v in values]
+        if any(classes):
+            out["value_class"] = classes
     versions = {span["version"] for span in fields.get("weight_spans") or ()}
     if len(versions) == 1:
         out["weight_version"] = versions.pop()

@@ -189,8 +189,11 @@ def rewards_of(batch: Batch) -> list[float | None]:
 
 def missing_codes(values: Any, mask: Any) -> dict[str, Any]:
     """`value_class` for the exact zeros that agent loops put at masked tool tokens, which no engine scored."""
-    pairs = zip(values.tolist() if hasattr(values, "tolist") else values, _plain(mask))
-    codes = [_MISSING if not active and value == 0.0 else 0 for value, active in pairs]
+    active = _plain(mask)
+    if all(active):
+        return {}
+    pairs = zip(values.tolist() if hasattr(values, "tolist") else values, active)
+    codes = [_MISSING if not trained and value == 0.0 else 0 for value, trained in pairs]
     return {"value_class": codes} if any(codes) else {}
 
 
