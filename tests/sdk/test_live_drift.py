@@ -213,12 +213,19 @@ def test_tokens_of_another_version_are_counted_apart(pure, monkeypatch):
     assert events[0].fields["weight_version"] == "v2"
 
 
-def test_missing_values_keep_their_place_when_off_policy_tokens_leave():
-    rollout, training = [[-1.0, None], [None, -1.0, -2.0]], [[-1.0, -1.0], [-1.0, -1.0, -2.5]]
+@pytest.mark.parametrize("pure", [False, True])
+def test_missing_values_keep_their_place_when_off_policy_tokens_leave(pure, monkeypatch):
+    """Two kept stretches, the second with a hole: the hole and the worst token are where they were."""
+    rollout = [[-1.0, -1.0], [-1.0, None], [None, -1.0, -2.0]]
+    training = [[-1.0, -1.25], [-1.0, -1.0], [-1.0, -1.0, -2.5]]
+    if pure:
+        monkeypatch.delitem(sys.modules, "numpy")
     with capture():
-        seen = diagnose(rollout, training, rollout_versions=["v1", "v2"], training_version="v2")
-    assert (seen.off_policy, seen.tokens, seen.excluded) == (2, 2, {"rollout.missing": 1})
-    assert seen.worst["position"] == 2
+        seen = diagnose(rollout, training, rollout_versions=["v2", "v1", "v2"], training_version="v2")
+        monkeypatch.undo()
+    assert (seen.off_policy, seen.tokens, seen.excluded) == (2, 4, {"rollout.missing": 1})
+    assert (seen.worst["sample"], seen.worst["position"]) == (2, 2)
+    assert seen.metrics["abs_dlogp_mean"] == 0.1875
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -238,6 +245,7 @@ def test_what_is_returned_is_what_is_recorded(opened, consistency):
     assert event.fields["thresholds"] == {"kl_k3": 1e-9, "clip_fraction": 1.0}
 
 
+OVERLAP = [{"version": "v", "start": 0, "end": 2}, {"version": "w", "start": 1, "end": 2}]
 BAD = [
     (([[-1.0]], [[-1.0, -2.0]]), {}, "sample 0 has 1 rollout and 2 training"),
     (([[-1.0]], [[-1.0], [-2.0]]), {}, "different numbers of samples"),
@@ -250,6 +258,7 @@ BAD = [
     ((None, [[-1.0]]), {}, "must be an array, a tensor or a list"),
     (([[-1.0]], [[-1.0]]), {"sample_ids": ["a", "b"]}, "2 sample_ids for 1 samples"),
     (([[-1.0]], [[-1.0]]), {"rollout_versions": [], "training_version": "v"}, "0 rollout_versions"),
+    (([[-1.0, -1.0]], [[-1.0, -1.0]]), {"rollout_versions": [OVERLAP], "training_version": "v"}, "sample 0 overlap"),
     (([[-1.0]], [[-1.0]]), {"thresholds": {"kl_k4": 1.0}}, "did you mean 'kl_k"),
     (([[-1.0]], [[-1.0]]), {"thresholds": {"kl_k3": -1.0}}, "thresholds"),
     (([[-1.0]], [[-1.0]]), {"thresholds": {"kl_k3": math.nan}}, "thresholds"),
