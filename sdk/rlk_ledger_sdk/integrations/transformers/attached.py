@@ -6,11 +6,12 @@ from typing import Any
 from rlk_ledger_sdk.api import recording
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.integrations.fsdp import is_sharded, record_sharding
 from rlk_ledger_sdk.integrations.torch import short_dtype
 from rlk_ledger_sdk.integrations.transformers import held
 from rlk_ledger_sdk.integrations.transformers.generation import Generation, record_generation
 from rlk_ledger_sdk.integrations.transformers.listening import Listener
-from rlk_ledger_sdk.integrations.transformers.numerics import declare_numerics, logprob_body
+from rlk_ledger_sdk.integrations.transformers.numerics import declare_numerics, logprob_body, narrower
 from rlk_ledger_sdk.integrations.transformers.readback import record_settings
 from rlk_ledger_sdk.integrations.transformers.scoring import (
     Response,
@@ -135,9 +136,10 @@ class Attached:
                 else responses_of(sample_ids, response_mask, attention_mask)
             )
             values = logprobs if logits is None else token_logprobs(logits, input_ids, temperature)
-            made = {} if logits is None else {"logits_dtype": short_dtype(logits.dtype)}
             semantics = {"mode": "processed", "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-            body = logprob_body(self.model, **semantics, execution_path="full_prefill", **made)
+            body = logprob_body(self.model, **semantics, execution_path="full_prefill")
+            if logits is not None:
+                body["logits_dtype"] = narrower(body.get("logits_dtype"), short_dtype(logits.dtype))
             layout_id = self._next_layout(pass_id)
             record_layout(
                 layout_id, where, input_ids.shape, loss_mask=loss_mask, attention_mask=attention_mask, packing=packed
@@ -171,5 +173,7 @@ def attach(model: Any, *, engine: str | None = None, requested: Mapping[str, Any
     if attached.on:
         with guarded("transformers attach"):
             record_settings(model, requested)
+            if is_sharded(model):
+                record_sharding(model, requested)
             declare_numerics(model)
     return attached

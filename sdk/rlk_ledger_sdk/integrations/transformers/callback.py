@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from rlk_ledger_sdk.guard import guarded
+from rlk_ledger_sdk.integrations.fsdp import is_sharded
 from rlk_ledger_sdk.integrations.transformers.attached import Attached
 from rlk_ledger_sdk.scope import scope
 
@@ -57,7 +58,7 @@ class _Steps:
 
     def _publish(self, state: Any, rule: str) -> None:
         self._published = state.global_step
-        if getattr(state, "is_world_process_zero", True):
+        if getattr(state, "is_world_process_zero", True) or is_sharded(self._attached.model):
             with scope(step=state.global_step):
                 version = version_of(state.global_step)
                 self._attached.published(version, dtype=self._dtype, stamp_rule=rule)

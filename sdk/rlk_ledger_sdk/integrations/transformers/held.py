@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlk_ledger_sdk.api import record
+from rlk_ledger_sdk.integrations.fsdp import is_sharded, record_weights
 from rlk_ledger_sdk.integrations.torch import short_dtype
 from rlk_ledger_sdk.weights import state_digest
 
@@ -42,8 +43,10 @@ def published(model: Any, weight_version: str, *, dtype: Any = None, **fields: A
     """Records `weights.published` with the digests of what `model` holds; returns the digest of all.
 
     dtype: the wire dtype floating tensors are sent in, when it is not the one they are held in. fields: more fields
-    of the event (`path`, `stamp_rule` ...).
+    of the event (`path`, `stamp_rule` ...). Of a model that FSDP shards every rank must call it; rank 0 records.
     """
+    if is_sharded(model):
+        return record_weights("weights.published", model, weight_version, **fields)
     held = _in_wire_dtype(held_tensors(model), dtype)
     digest, each = state_digest(held)
     tensors = [
@@ -63,7 +66,12 @@ def published(model: Any, weight_version: str, *, dtype: Any = None, **fields: A
 
 
 def loaded(model: Any, weight_version: str, *, engine: str, **fields: Any) -> str:
-    """Records `weights.loaded` with the digest of what `model` holds, read back; returns it."""
+    """Records `weights.loaded` with the digest of what `model` holds, read back; returns it.
+
+    Of a model that FSDP shards every rank must call it; rank 0 records.
+    """
+    if is_sharded(model):
+        return record_weights("weights.loaded", model, weight_version, engine=engine, **fields)
     held = held_tensors(model)
     digest, _ = state_digest(held)
     record(

@@ -1,14 +1,15 @@
 """Contracts read from the live modules of a model: what they are made of, and what a probe shows them doing.
 
-A probe runs a copy of one small module on fixed values: no random number is drawn and no parameter is touched.
+A probe draws no random number and touches no parameter. Sharding wrappers leave modules whose weights are views of
+freed memory, so no probe reads a live weight unless it is whole.
 """
 
-import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.integrations.fsdp import is_sharded, param_dtype
 from rlk_ledger_sdk.integrations.torch import short_dtype
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
@@ -31,7 +32,7 @@ def dtypes(parameters: Any) -> str:
 
 
 def compute_dtype(model: Any) -> str | None:
-    """The dtype the layers compute in: autocast's where it is on, else that of their weight matrices, if it is one.
+    """The dtype the layers compute in: autocast's, else FSDP's, else that of their weight matrices, if it is one.
 
     Embeddings and the head are left out: the head has a dtype of its own in the logprob contract.
     """
@@ -41,17 +42,23 @@ def compute_dtype(model: Any) -> str | None:
         return None
     if torch.is_autocast_enabled(first.device.type):
         return short_dtype(torch.get_autocast_dtype(first.device.type))
-    ends = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
-    modules = [get() for get in ends if callable(get)]
-    apart = {id(getattr(module, "weight", None)) for module in modules}
-    found = dtypes(p for p in model.parameters() if p.ndim > 1 and id(p) not in apart)
-    return found if found and "+" not in found else None
+    inner = unwrapped(model)
+    ends = [getattr(inner, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    apart = {id(getattr(get(), "weight", None)) for get in ends if callable(get)}
+    if is_sharded(model):
+        layer = next((m for m in inner.modules() if type(m).__name__.endswith(("Attention", "MLP"))), inner)
+        policy = param_dtype(layer, model)
+        if policy is not None:
+            return policy
+    found = dtypes(p for p in inner.parameters() if p.ndim > 1 and id(p) not in apart)
+    if not found:  # nothing but embeddings, or flat parameters
+        found = dtypes(inner.parameters())
+    return found if "+" not in found else None
 
 
 def declare_numerics(model: Any) -> None:
     """Declares the norm, attention and rope contracts of the modules of `model`; what cannot be read is left out."""
-    inner = unwrapped(model)
-    for kind, body in (("norm", norm_body(inner)), ("attention", attention_body(inner)), ("rope", rope_body(inner))):
+    for kind, body in (("norm", norm_body(model)), ("attention", attention_body(model)), ("rope", rope_body(model))):
         if body is not None and any(value is not None for value in body.values()):
             declare(kind, body)
 
@@ -75,20 +82,23 @@ def norm_body(model: Any) -> dict[str, Any] | None:
 def rounding_order(norm: Any) -> str | None:
     """`hf` where a norm rounds before it multiplies by its weight, `kernel` where after; None where neither fits.
 
-    Measured in bfloat16, where the two differ, on a copy with made-up weights; both forms sum in float32.
+    Measured in bfloat16, where the two differ, on a fresh module of its class with made-up weights; both forms sum in
+    float32.
     """
     torch = sys.modules["torch"]
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or eps is None or not _plain(weight) or "forward" in vars(norm):
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if eps is None or not hasattr(norm, "weight") or "forward" in vars(norm):
         return None
     with torch.no_grad():
-        size = weight.numel()
-        index = torch.arange(8 * size, dtype=torch.float32).reshape(8, size)
+        index = torch.arange(8 * 64, dtype=torch.float32).reshape(8, 64)
         x = ((index * 1.7).sin() * 3).to(torch.bfloat16)
         w = ((index[0] * 0.37).cos() + 1.3).to(torch.bfloat16)
-        probe = copy.copy(norm)
-        probe._parameters = {"weight": torch.nn.Parameter(w)}
-        seen = type(norm).forward(probe, x)
+        made: Any = type(norm)
+        probe = made.__new__(made)
+        torch.nn.Module.__init__(probe)
+        vars(probe).update({n: v for n, v in vars(norm).items() if isinstance(v, bool | int | float | str)})
+        probe.weight = torch.nn.Parameter(w)
+        seen = made.forward(probe, x)
         unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         for scale in (w, 1 + w.float()):
             if torch.equal(seen, (scale.to(torch.bfloat16) * unit.to(torch.bfloat16))):
@@ -120,7 +130,7 @@ def rope_body(model: Any) -> dict[str, Any] | None:
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None or not hasattr(rotary, "inv_freq"):
         return None
-    config = text_config(model)
+    config = text_config(unwrapped(model))
     parameters = getattr(config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     theta = theta if theta is not None else getattr(config, "rope_theta", None)
@@ -155,10 +165,10 @@ def logprob_body(model: Any, **semantics: Any) -> dict[str, Any]:
     produced, size, softcap = None, None, None
     if head is not None and getattr(head, "weight", None) is not None:
         size = int(head.weight.shape[0])
-        produced = _produced(head, inner)
+        produced = _produced(head, model)
         softcap = getattr(text_config(inner), "final_logit_softcapping", None)
     body = {
-        "compute_dtype": compute_dtype(inner),
+        "compute_dtype": compute_dtype(model),
         "head_dtype": produced,
         "logits_dtype": produced,
         "reduction_dtype": "float32",
@@ -174,6 +184,8 @@ def _produced(head: Any, model: Any) -> str | None:
     """The dtype of the logits the live head makes from one hidden state of the model's compute dtype."""
     torch = sys.modules["torch"]
     dtype = compute_dtype(model)
+    if is_sharded(model):  # no probe: running one module of a sharded model alone is not the model's own way
+        return param_dtype(head, model) or short_dtype(head.weight.dtype)
     if dtype is None or not _plain(head.weight):
         return None
     hidden = torch.zeros(1, head.weight.shape[-1], dtype=getattr(torch, dtype), device=head.weight.device)
@@ -185,11 +197,16 @@ def _produced(head: Any, model: Any) -> str | None:
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether a parameter is whole, on a real device and no shard of a distributed tensor."""
-    return not hasattr(tensor, "device_mesh") and tensor.device.type != "meta"
+    """Whether a parameter is whole, in memory, and no shard of a distributed tensor."""
+    if hasattr(tensor, "device_mesh") or tensor.device.type == "meta":
+        return False
+    return bool(tensor.untyped_storage().size() >= tensor.numel() * tensor.element_size())
 
 
-def module_names(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, module) with wrapper prefixes left out of the names."""
-    for name, module in model.named_modules():
-        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), module
+def narrower(made: str | None, returned: str) -> str:
+    """The dtype logits were rounded to: what the head made, or what the model returned where that has fewer bits.
+
+    Wrappers of mixed precision return float32 of what was rounded before.
+    """
+    bits = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+    return returned if made is None or bits.get(returned, 0) < bits.get(made, 0) else made
