@@ -32,17 +32,17 @@ from rlk_ledger_replay.demo.exchange import Rolled, RolledStep, put, step_file, 
 from rlk_ledger_replay.demo.tasks import Task, reward, tasks_of
 
 
-def start(job: Job, logprobs_mode: str) -> tuple[Any, dict[str, Any]]:
+def start(job: Job, variant: Variant) -> tuple[Any, dict[str, Any]]:
     """(a vLLM engine in this process with the first weights, the arguments it was given)."""
     asked = {
         "dtype": "bfloat16",
         "enforce_eager": True,
         "max_model_len": 512,
-        "logprobs_mode": logprobs_mode,
+        "logprobs_mode": variant.logprobs_mode,
         "enable_prefix_caching": True,
         "seed": 0,
     }
-    return LLM(str(job.model), skip_tokenizer_init=True, **asked), asked
+    return LLM(str(job.model(variant)), skip_tokenizer_init=True, **asked), asked
 
 
 def run(job: Job, variant: Variant, llm: Any, asked: dict[str, Any]) -> None:
@@ -118,15 +118,16 @@ def samples_of(task: Task, output: Any, watch: Any) -> list[Rolled]:
 
 
 def main(path: str) -> None:
-    """Runs every variant, one vLLM engine a log-probability mode."""
+    """Runs every variant; a vLLM engine serves those that ask for the same one."""
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
-    job, llm, mode, asked = read_job(path), None, None, {}
+    job, llm, serves, asked = read_job(path), None, None, {}
     for variant in VARIANTS:
-        if variant.logprobs_mode != mode:
+        wanted = (variant.logprobs_mode, variant.tied)
+        if serves != wanted:
             del llm
-            llm, asked = start(job, variant.logprobs_mode)
-            mode = variant.logprobs_mode
+            llm, asked = start(job, variant)
+            serves = wanted
         run(job, variant, llm, asked)
         print(variant.name, "rolled", flush=True)
 

@@ -32,7 +32,7 @@ RANKS = 2
 
 def run(job: Job, variant: Variant, rank: int) -> None:
     """One variant from the first published version to the last, recorded as one run."""
-    model = megatron.build(job.model, variant.training_dtype)
+    model = megatron.build(job.model(variant), variant.training_dtype)
     if variant.float32_head:
         float32_head(model)
     lost = rank == variant.lost_rank
@@ -111,7 +111,7 @@ def publish(job: Job, variant: Variant, model: Any, watch: Any, version: int) ->
     """Writes the weights of `version` as bf16, the dtype vLLM loads, and records their digest."""
     target = job.weights(variant, version)
     target.parent.mkdir(parents=True, exist_ok=True)
-    megatron.export(model, job.model, target)
+    megatron.export(model, job.model(variant), target)
     watch.published(version_name(version), job.weights_path(variant, version), dtype=torch.bfloat16)
     dist.barrier()
 

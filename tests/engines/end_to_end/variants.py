@@ -1,8 +1,10 @@
 """What the two engines of the end-to-end do, and what each variant changes."""
 
+import json
 from pathlib import Path
 
 import msgspec
+from safetensors.torch import load_file, save_file
 
 TEMPERATURE = 0.7
 STEPS, GROUPS, GROUP_SIZE = 3, 8, 2
@@ -16,6 +18,7 @@ class Variant(msgspec.Struct, frozen=True):
 
     logprobs_mode: vLLM's. training_dtype: what Megatron computes in. float32_head: the trainer's head alone in float32.
     stale: vLLM reloads the first weights under every version. lost_rank: what this training rank recorded never leaves its node.
+    tied: the model's head is its embedding, as shipped; else the head is a tensor of its own with the same first values.
     """
 
     name: str
@@ -24,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True):
     float32_head: bool = False
     stale: bool = False
     lost_rank: int | None = None
+    tied: bool = False
 
 
 VARIANTS = (
@@ -33,15 +37,30 @@ VARIANTS = (
     Variant("bf16-head", float32_head=True),
     Variant("missing-tensor-rank", lost_rank=1),
     Variant("raw-against-processed", logprobs_mode="raw_logprobs"),
+    Variant("tied-head", tied=True),
 )
-"""In the order in which they run: the last one needs another vLLM engine."""
+"""In the order in which they run: each of the last two needs a vLLM engine of its own."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Where a run of all variants keeps what it makes; `model` is the folder of the first weights."""
+    """Where a run of all variants keeps what it makes; `shipped` is the folder of the shipped model."""
 
     root: str
-    model: str
+    shipped: str
+
+    def model(self, variant: Variant) -> Path:
+        """The folder of a variant's first weights."""
+        return Path(self.shipped) if variant.tied else Path(self.root) / "untied"
+
+    def untie(self) -> None:
+        """Writes the shipped model with its head as a tensor of its own."""
+        folder = Path(self.root) / "untied"
+        folder.mkdir(parents=True)
+        config = json.loads((Path(self.shipped) / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = load_file(Path(self.shipped) / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     @property
     def ledger(self) -> Path:

@@ -2,16 +2,21 @@
 
 The loader fuses, shards, replicates and pads. This module undoes each by the layer's own fields: fused projections are
 views, shards know where they sit in the whole tensor, replicated tensors count on one rank, vocabulary padding is left
-out, a tied head is the embedding. Sums of shards add up to the sum of the whole tensor (`rlk_ledger_sdk.weights`).
+out, a tied head is the embedding as long as it multiplies by it. Sums of shards add up to the sum of the whole tensor
+(`rlk_ledger_sdk.weights`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rlk_ledger_sdk.weights import sum64x2
 
 ROWS = 1 << 22
 """Elements of a padded block when a column shard is summed: bounds the temporary memory."""
+BLOCK = 256
+"""Unit vectors sent through a kernel at once."""
+PROBES = 64
+"""Columns of a tied head that are compared with the embedding: a copy of other weights differs in nearly all."""
 
 
 class Piece(NamedTuple):
@@ -40,6 +45,7 @@ def pieces(model: Any, tp_rank: int) -> Iterator[Piece | Unread]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         if tied and path.rpartition(".")[2] == "lm_head":
+            yield from _stale_copy(path, module, tp_rank)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or "lora_" in path:
@@ -87,6 +93,23 @@ def _of_parameter(
         yield Unread(name, "it is empty after loading")
     else:
         yield Piece(name, parameter.detach(), tuple(parameter.shape), 0, 0, tp_rank == 0)
+
+
+def _stale_copy(path: str, head: Any, tp_rank: int) -> Iterator[Piece | Unread]:
+    """The weight a tied head really multiplies by, where that is no longer the embedding's.
+
+    A CPU build packs a copy for its kernel; a reload that follows names finds no tensor for a tied head and leaves the
+    old copy in use under the new embedding. Probed at some columns, read whole when one of them differs.
+    """
+    weight = getattr(head, "weight", None)
+    if weight is None or getattr(head, "cpu_linear", None) is None or weight.dim() != 2:
+        return
+    columns = sorted({int(i * (weight.shape[1] - 1) / (PROBES - 1)) for i in range(PROBES)})
+    seen = _through_kernel(head, weight, columns)
+    if seen is None or bool((seen == weight.detach()[:, columns]).all()):
+        return
+    used = _through_kernel(head, weight, range(weight.shape[1]))
+    yield from _vocabulary(f"{path}.weight", head, used, tp_rank)
 
 
 def _vocabulary(name: str, module: Any, parameter: Any, tp_rank: int) -> Iterator[Piece | Unread]:
@@ -154,21 +177,26 @@ def _qkv(module: Any) -> list[tuple[int, int, int, bool]]:
 
 
 def _packed(module: Any) -> Any | None:
-    """The weight of a layer that keeps only a kernel's packed copy, read back through the kernel itself.
+    """The weight of a layer that keeps only a kernel's packed copy; None when the layer cannot be run like this."""
+    like = module.weight.new_empty((module.output_size_per_partition, module.input_size_per_partition))
+    return _through_kernel(module, like, range(like.shape[1]))
+
+
+def _through_kernel(module: Any, like: Any, columns: Sequence[int]) -> Any | None:
+    """Columns of the weight the layer multiplies by, [rows of `like`, columns], read back through its own kernel.
 
     Multiplying by unit vectors picks each weight out exactly: one product, all others zero. Only the sign of a zero is
-    not visible that way. None when the layer cannot be run like this.
+    not visible that way. None when the kernel's result is not of the shape and dtype of `like`.
     """
-    rows, columns = module.output_size_per_partition, module.input_size_per_partition
-    like = module.weight
-    out = like.new_empty((rows, columns))
-    block = 256
-    for low in range(0, columns, block):
-        width = min(block, columns - low)
-        unit = like.new_zeros((width, columns))
-        unit[:, low : low + width].fill_diagonal_(1)
+    rows, width = like.shape
+    out = like.new_empty((rows, len(columns)))
+    for low in range(0, len(columns), BLOCK):
+        part = list(columns[low : low + BLOCK])
+        unit = like.new_zeros((len(part), width))
+        for row, column in enumerate(part):
+            unit[row, column] = 1
         product = module.quant_method.apply(module, unit, bias=None)
-        if tuple(product.shape) != (width, rows) or product.dtype != like.dtype:
+        if tuple(product.shape) != (len(part), rows) or product.dtype != like.dtype:
             return None
-        out[:, low : low + width] = product.t()
+        out[:, low : low + len(part)] = product.t()
     return out
