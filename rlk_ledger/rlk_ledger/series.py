@@ -80,16 +80,16 @@ class Assembled:
 def assemble(history: History, sample: Sample, source: str, scores: Iterable[Score]) -> Assembled:
     """The series of one sample and source, in the order their first scores were recorded."""
     out = Assembled()
-    sharded: dict[tuple[str | None, str | None, str], list[Score]] = {}
+    sharded: dict[tuple[str | None, str | None, str, int], list[Score]] = {}
     for score in scores:
         if score.shard is not None:
-            key = (score.pass_id, score.weight_version, score.shard["axis"])
+            key = (score.pass_id, score.weight_version, score.shard["axis"], score.start)
             sharded.setdefault(key, []).append(score)
         else:
             _place_whole(history, sample, source, score, out)
-    for (_, _, axis), group in sharded.items():
+    for (_, _, axis, _), group in sharded.items():
         for one_pass in _passes(group):
-            _place_shards(sample, source, axis, one_pass, out)
+            _place_shards(history, sample, source, axis, one_pass, out)
     out.series.sort(key=lambda s: (s.first.step if s.first.step is not None else -1, s.first.seq))
     return out
 
@@ -187,7 +187,9 @@ def _passes(scores: list[Score]) -> list[list[Score]]:
     return passes
 
 
-def _place_shards(sample: Sample, source: str, axis: str, scores: list[Score], out: Assembled) -> None:
+def _place_shards(
+    history: History, sample: Sample, source: str, axis: str, scores: list[Score], out: Assembled
+) -> None:
     shards = [score.shard or {} for score in scores]
     sizes = sorted({shard["world_size"] for shard in shards})
     missing = sorted(set(range(sizes[-1])) - {shard["rank"] for shard in shards})
@@ -201,7 +203,36 @@ def _place_shards(sample: Sample, source: str, axis: str, scores: list[Score], o
         _join_sequence(series, sample, ordered, out)
     else:
         _join_vocab(series, sample, ordered, out)
+        series.rank[series.present] = _context_rank(history, ordered[0][1])
+        if _continue(series, out):
+            return
     out.series.append(series)
+
+
+def _context_rank(history: History, score: Score) -> int:
+    """The context-parallel rank of the writer, -1 without context parallelism."""
+    place = (history.writers.get(score.writer_id, {}).get("parallel") or {}).get("cp") or {}
+    return int(place["rank"]) if place.get("size", 1) > 1 else -1
+
+
+def _continue(part: Series, out: Assembled) -> bool:
+    """Joins vocabulary shards of other positions (of another context-parallel rank) to the series they continue."""
+    for series in out.series:
+        same = series.first.pass_id == part.first.pass_id and series.first.weight_version == part.first.weight_version
+        axis = (series.first.shard or {}).get("axis")
+        if same and axis == "vocab" and series.first.start != part.first.start:
+            if (series.present & part.present).any():
+                continue
+            at = part.present
+            series.values[at], series.recorded[at], series.rank[at] = part.values[at], part.recorded[at], part.rank[at]
+            series.present |= at
+            series.scores += part.scores
+            series.versions += part.versions
+            series.token_differs |= part.token_differs
+            series.mask_differs |= part.mask_differs
+            series.excess += part.excess
+            return True
+    return False
 
 
 def _join_sequence(series: Series, sample: Sample, ordered: list[tuple[dict[str, Any], Score]], out: Assembled) -> None:

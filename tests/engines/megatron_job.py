@@ -13,6 +13,9 @@ from typing import Any
 import megatron_model as mm
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
 
 import rlk_ledger
 from rlk_ledger.integrations import megatron
@@ -21,9 +24,16 @@ PAD = 258
 
 
 def micro_batches(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The job's samples, `micro_batch` at a time."""
+    """This data-parallel rank's samples, `micro_batch` at a time."""
     size = job.get("micro_batch", 3)
-    return [job["samples"][i : i + size] for i in range(0, len(job["samples"]), size)]
+    mine = job["samples"][parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+
+def wrap(model: Any) -> Any:
+    """The model as Megatron's training loop wraps it."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, config, Float16Module(model.config, model))
 
 
 def batch_of(part: list[dict[str, Any]]) -> mm.Batch:
@@ -52,7 +62,8 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
             **megatron.init_options("training-0"),
         )
     model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
-    watch = megatron.attach(model, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
+    watched = wrap(model) if job.get("wrap") else model
+    watch = megatron.attach(watched, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
     out: dict[str, Any] = {}
     with rlk_ledger.scope(step=0):
         watch.published(job["version"], job["model"], timeout_s=2.0 if job.get("silent") else 60.0)
@@ -61,12 +72,12 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
             for part in micro_batches(job):
                 batch = batch_of(part)
                 announce(scored, part, batch)
-                values = mm.score(model, batch, job["temperature"])
-                if job.get("give_values"):
+                values = mm.score(watched, batch, job["temperature"])
+                if job.get("give_values") and values:
                     scored.values(values)
                 scores += [row.tolist() for row in values]
         out["values"] = scores
-        learner = mm.Learner(model)
+        learner = mm.Learner(watched)
         losses = []
         with watch.scoring("train", weight_version=job["version"]) as scored:
             for part in micro_batches(job):

@@ -255,11 +255,30 @@ def pad(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], fi
 
 
 def forward(model: Any, batch: Batch) -> Tensor:
-    """This rank's logits [B, S, V] of a batch; the model may be wrapped (Float16Module, DistributedDataParallel)."""
+    """This rank's logits [B, S, V] of a batch, or its stage's hidden states [S, B, H] before the last pipeline stage.
+
+    The model may be wrapped (Float16Module, DistributedDataParallel). Megatron's own pipeline schedules allocate on
+    the device "cuda", so the stages hand on their activations here.
+    """
     rows, width = batch.ids.shape
+    inner = unwrapped(model)
+    if not parallel_state.is_pipeline_first_stage():
+        hidden = torch.empty(width, rows, inner.config.hidden_size, dtype=inner.config.pipeline_dtype)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        inner.set_input_tensor(hidden.requires_grad_())
     positions = torch.arange(width).expand(rows, width)
-    hidden = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
-    return model(input_ids=batch.ids, position_ids=positions, attention_mask=hidden)  # type: ignore[no-any-return]
+    later = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
+    out: Tensor = model(input_ids=batch.ids, position_ids=positions, attention_mask=later)
+    if not parallel_state.is_pipeline_last_stage():
+        dist.send(out.detach().contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return out
+
+
+def unwrapped(model: Any) -> GPTModel:
+    """The GPTModel inside a wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model  # type: ignore[no-any-return]
 
 
 def logprobs_of(logits: Tensor, batch: Batch, temperature: float) -> list[Tensor]:
@@ -272,9 +291,10 @@ def logprobs_of(logits: Tensor, batch: Batch, temperature: float) -> list[Tensor
 
 
 def score(model: Any, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
-    """Log-probabilities [response] (nats, float32) of every row, without gradients; the last pipeline stage only."""
+    """Log-probabilities [response] (nats, float32) of every row, without gradients; [] before the last stage."""
     with torch.no_grad():
-        return logprobs_of(forward(model, batch), batch, temperature)
+        out = forward(model, batch)
+        return logprobs_of(out, batch, temperature) if parallel_state.is_pipeline_last_stage() else []
 
 
 class Learner:
@@ -287,18 +307,40 @@ class Learner:
         self._optimiser = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
 
     def backward(self, batch: Batch, gains: Sequence[float], temperature: float = 1.0) -> float:
-        """Adds the gradient of -sum(gain x logprob) / tokens over one micro-batch; returns the loss (nats)."""
-        values = logprobs_of(forward(self.model, batch), batch, temperature)
+        """Adds the gradient of -sum(gain x logprob) / tokens over one micro-batch; returns the loss (nats).
+
+        Pipeline stages before the last return 0.
+        """
+        out = forward(self.model, batch)
+        if not parallel_state.is_pipeline_last_stage():
+            gradient = torch.empty_like(out)
+            dist.recv(gradient, parallel_state.get_pipeline_model_parallel_next_rank())
+            out.backward(gradient)  # type: ignore[no-untyped-call]
+            self._hand_back()
+            return 0.0
+        values = logprobs_of(out, batch, temperature)
         tokens = sum(batch.responses)
         loss = -torch.stack([row.sum() * gain for row, gain in zip(values, gains)]).sum() / tokens
         loss.backward()  # type: ignore[no-untyped-call]
+        self._hand_back()
         return float(loss.detach())
+
+    def _hand_back(self) -> None:
+        """Gives the stage before this one the gradient of what it handed on."""
+        if not parallel_state.is_pipeline_first_stage():
+            hidden = unwrapped(self.model).decoder.input_tensor
+            dist.send(hidden.grad.contiguous(), parallel_state.get_pipeline_model_parallel_prev_rank())
 
     def step(self) -> None:
         """One optimiser step with what was accumulated.
 
-        Query and key norms are replicated, but each tensor rank saw its own heads: their gradients are summed.
+        Query and key norms are replicated, but each tensor rank saw its own heads: their gradients are summed. So are
+        those of a tied embedding that two pipeline stages hold.
         """
+        inner = unwrapped(self.model)
+        if inner.share_embeddings_and_output_weights and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            tied = inner.shared_embedding_or_output_weight().grad
+            dist.all_reduce(tied, group=parallel_state.get_embedding_group())
         for name, parameter in self.model.named_parameters():
             if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())

@@ -140,7 +140,11 @@ def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
     assert pair(run.history()).pairs == []
 
 
-@pytest.mark.parametrize("options", [{"world": 1}, {"world": 2}, {"world": 2, "vocab": 384, "vocab_size": 272}])
+@pytest.mark.parametrize(
+    "options",
+    [{"world": 1}, {"world": 2}, {"world": 2, "vocab": 384, "vocab_size": 272}, {"world": 2, "tp": 1, "pp": 2}],
+    ids=["alone", "tp2", "tp2 padded vocabulary", "pp2"],
+)
 def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any], options: dict[str, Any]) -> None:
     """Claim: the sharded live weights have the `state_digest` of the Hugging Face file, before and after a step."""
     from safetensors.torch import load_file
@@ -160,6 +164,36 @@ def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any],
             n: tuple(t.shape) for n, t in tensors.items()
         }
     assert published["v0"]["digest"] != published["v0+1"]["digest"]
+
+
+def test_the_last_pipeline_stage_records_the_scores(job: Callable[..., Any]) -> None:
+    """Claim: with two stages the last one records whole values, the first one none, and they pair cleanly."""
+    run = job(exported=True, world=2, tp=1, pp=2)
+    pairing = pair(run.history())
+    assert errors(run) == {}
+    for one, values in zip(pairing.pairs, run.result(1)["values"]):
+        assert one.paired.all()
+        np.testing.assert_allclose(one.training, values, rtol=0, atol=4e-6)
+    stage = {e["writer_id"]: e["parallel"]["pp"]["rank"] for e in run.events("writer.opened") if "parallel" in e}
+    assert {stage[e["writer_id"]] for e in run.events("logprobs") if e["source"] == "training"} == {1}
+    assert {stage[e["writer_id"]] for e in run.events("weights.published")} == {0}
+
+
+def test_a_wrapped_model_is_watched_under_its_wrapping(job: Callable[..., Any]) -> None:
+    """Claim: inside DistributedDataParallel and Float16Module the same is seen, on each data-parallel rank's samples."""
+    run = job(2, tp=1, wrap=True)
+    pairing = pair(run.history())
+    assert errors(run) == {}
+    assert all(one.paired.all() for one in pairing.pairs)
+    assert len(pairing.pairs) == len(runs.samples())
+    knobs = {e["path"]: e["actual"] for e in run.events("knob.applied") if "actual" in e}
+    assert knobs["gradients.reduce_dtype"] == "float32"
+    assert knobs["ddp.use_distributed_optimizer"] is False
+    assert {e["op"] for e in run.events("collective.observed")} == {"gradients.reduce"}
+    published = run.events("weights.published")
+    assert len(published) == 1  # one for both replicas
+    orders = sorted(e["sample_order"] for e in run.events("batch.layout") if "/logprob/" in e["layout_id"])
+    assert orders == [["s0", "s2", "s4"], ["s1", "s3"]]
 
 
 @pytest.mark.parametrize("options", [{}, {"give_values": True}, {"reduce": True}])
