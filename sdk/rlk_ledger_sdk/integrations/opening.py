@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlk_ledger_schemas.errors import ConfigError
 from rlk_ledger_sdk import api
@@ -13,10 +14,11 @@ _decided: set[int] = set()
 """Process ids in which `opened` has opened a writer or found that there is none to open."""
 
 
-def opened(name: str, role: str, engine: str, roles: Callable[[], Mapping[str, int] | None]) -> bool:
+def opened(name: str, role: str, engine: str, more: Callable[[], Mapping[str, Any]]) -> bool:
     """Whether this process records, after opening its writer where RLK_LEDGER and RLK_RUN_ID say where.
 
-    name: the framework, for warnings. A writer that the job opened itself is used as it is.
+    name: the framework, for warnings. more: further options of init(), asked for only when a writer is opened. A writer
+    that the job opened itself is used as it is.
     """
     if api.current().enabled:
         return True
@@ -34,7 +36,7 @@ def opened(name: str, role: str, engine: str, roles: Callable[[], Mapping[str, i
         )
         return False
     try:
-        api.init(role=role, roles=roles(), engine={"name": engine})
+        api.init(**{"role": role, "engine": {"name": engine}, **more()})
     except ConfigError as error:
         _log.warning("%s: nothing is recorded by this process: %s", name, error)
     return api.current().enabled

@@ -8,12 +8,13 @@ from typing import Any
 from rlk_ledger_schemas.errors import ConfigError
 from rlk_ledger_sdk.integrations.opening import opened
 from rlk_ledger_sdk.integrations.slime.framework import Framework
+from rlk_ledger_sdk.integrations.slime.parallel import this_rank
 
 
 def recording(framework: Framework, args: Any, role: str) -> bool:
     """Whether this process records; its writer is opened at the first question."""
     engine = framework.engine if role == "rollout" else "megatron"
-    return opened(framework.name, role, engine, lambda: _roles(args))
+    return opened(framework.name, role, engine, lambda: _options(args, role))
 
 
 def own(framework: Framework, args: Any, what: str, hook: Any = None) -> Callable[..., Any] | None:
@@ -31,6 +32,15 @@ def own(framework: Framework, args: Any, what: str, hook: Any = None) -> Callabl
     if found == hook:
         raise ConfigError(f"{framework.name}: rlk_{what}_path names the recorder's own hook; name the job's function.")
     return found
+
+
+def _options(args: Any, role: str) -> dict[str, Any]:
+    """The roles every process of the job declares alike, and a trainer rank's place in its groups."""
+    if role != "training":
+        return {"roles": _roles(args)}
+    rank = this_rank()
+    places = {"tp": (rank.tp, rank.tp_size), "cp": (rank.cp, rank.cp_size), "dp": (rank.dp, rank.dp_size)}
+    return {"roles": _roles(args), "parallel": {name: {"rank": r, "size": n} for name, (r, n) in places.items()}}
 
 
 def _roles(args: Any) -> dict[str, int]:

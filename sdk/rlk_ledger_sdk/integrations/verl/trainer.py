@@ -25,7 +25,7 @@ _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_lo
 def recording(config: Any = None) -> bool:
     """Whether this process records. verl's driver sees both sides of a job, so it is its one writer."""
     engine = str(option(config, "actor_rollout_ref.actor.strategy", "verl"))
-    return opened("verl", "training", engine, lambda: {"training": 1})
+    return opened("verl", "training", engine, lambda: {"roles": {"training": 1}})
 
 
 def ledgered(trainer: Trainer) -> Trainer:
