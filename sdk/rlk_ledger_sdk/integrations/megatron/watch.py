@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
@@ -15,6 +15,7 @@ from rlk_ledger_sdk.integrations.megatron.modules import Stage, unwrap
 from rlk_ledger_sdk.integrations.megatron.place import Place, read_place, version
 from rlk_ledger_sdk.integrations.megatron.scoring import Scoring, Unwatched, Vocabulary
 from rlk_ledger_sdk.integrations.megatron.settings import record_collectives, record_settings
+from rlk_ledger_sdk.integrations.megatron.timings import profiled, since_last
 from rlk_ledger_sdk.integrations.megatron.weights import Held, held_by_group, held_by_rank, packed
 from rlk_ledger_sdk.knobs import read_back
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
@@ -31,6 +32,7 @@ class Watch:
         self._vocabulary = vocabulary
         self._layouts = 0
         self._published: dict[str, int] = {}
+        self._timed: dict[str, float] = {}
 
     @contextlib.contextmanager
     def scoring(
@@ -124,6 +126,19 @@ class Watch:
         others = [rank for rank in _members() if rank != self.place.rank]
         return held_by_group([packed(own), *collect(key, others, timeout_s)])
 
+    def timed(self, timers: Any = None) -> int:
+        """Records `segment.timed` for what Megatron's timers measured since the last call; returns how many.
+
+        timers: the `megatron.core.timers.Timers` of the job, by default the one in the model's configuration; without
+        any nothing is recorded, because nothing was measured.
+        """
+        timers = getattr(self._stage.first.config, "timers", None) if timers is None else timers
+        return _record_all("megatron.timed", lambda: since_last(timers, self._timed, self.place))
+
+    def profiled(self, profile: Any, ranges: Sequence[str]) -> int:
+        """Records `segment.timed` for named record_function ranges of a finished torch.profiler; returns how many."""
+        return _record_all("megatron.profiled", lambda: profiled(profile, ranges))
+
     def logprob_contract(self, logits: Any, temperature: float) -> str:
         """The id of the contract under which these logits become log-probabilities, declared when first seen."""
         model = self._stage.scoring
@@ -162,6 +177,14 @@ class Off:
         """Records nothing."""
         return NOT_RECORDED
 
+    def timed(self, timers: Any = None) -> int:
+        """Records nothing."""
+        return 0
+
+    def profiled(self, profile: Any, ranges: Sequence[str]) -> int:
+        """Records nothing."""
+        return 0
+
 
 def attach(
     model: Any,
@@ -199,6 +222,16 @@ def _vocabulary(size: int, real: int | None, policy: str) -> Vocabulary:
     if real is not None and not 0 < real <= size:
         raise UsageError(f"megatron.attach: vocab_size is {real}, the model has {size} entries; it cannot have fewer.")
     return Vocabulary(size, size if policy == "include" or real is None else real, real or size)
+
+
+def _record_all(what: str, segments: Callable[[], Iterable[Mapping[str, Any]]]) -> int:
+    """Records every segment; returns how many."""
+    count = 0
+    with guarded(what):
+        for fields in segments():
+            record("segment.timed", **fields)
+            count += 1
+    return count
 
 
 def _hook(scored: Scoring) -> Any:
