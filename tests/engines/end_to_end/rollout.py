@@ -57,6 +57,7 @@ def run(job: Job, variant: Variant, llm: Any, asked: dict[str, Any]) -> None:
         spool=job.spool,
         engine={"name": "vllm", "instance": "rollout-0"},
     )
+    llm.llm_engine.set_weight_version(f"before-{variant.name}")  # what an earlier run left in this engine
     watch = ledger_vllm.attach(llm, engine="rollout-0", requested=asked, group_id=lambda output, _: output.request_id)
     for step in range(STEPS):
         with rlk_ledger.scope(step=step, rollout_id=step):

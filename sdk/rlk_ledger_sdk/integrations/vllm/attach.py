@@ -52,7 +52,7 @@ def attach(
     )
     if not current().enabled:
         return watch
-    if before is not None:
+    if before is not None and before.writer_id == watch.writer_id:
         watch.take_over(before)
     front.engine.__dict__[_ATTRIBUTE] = watch
     if front.is_async:

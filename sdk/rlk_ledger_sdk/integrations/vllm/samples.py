@@ -72,7 +72,7 @@ def record_completion(
         response_token_ids=tokens,
         loss_mask=[1] * len(tokens) if who.loss_mask is None else who.loss_mask(output, completion),
         token_digest=digest,
-        sampling=recorded(request.params) if request.params is not None else None,
+        sampling=recorded(request.params, completion.index) if request.params is not None else None,
         finish_reason=completion.finish_reason,
         status=_STATUS.get(completion.finish_reason),
         weight_spans=spans,

@@ -12,8 +12,11 @@ _REPETITION = ("repetition", "repetition_penalty", 1.0)
 _PROCESSORS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 
 
-def recorded(params: Any) -> dict[str, Any]:
-    """The `sampling` of a rollout.sample from vLLM's SamplingParams, every value as it is in force."""
+def recorded(params: Any, index: int) -> dict[str, Any]:
+    """The `sampling` of completion `index` from vLLM's SamplingParams, every value as it is in force.
+
+    Completions of one request have seeds of their own: vLLM counts up from the one it was given.
+    """
     out: dict[str, Any] = {
         "temperature": float(params.temperature),
         "top_p": float(params.top_p),
@@ -22,7 +25,7 @@ def recorded(params: Any) -> dict[str, Any]:
         "n": int(params.n),
     }
     if params.seed is not None:
-        out["seed"] = int(params.seed)
+        out["seed"] = int(params.seed) + index
     penalties = _penalties(params)
     if penalties:
         out["penalties"] = penalties

@@ -127,8 +127,13 @@ class Watch:
         """Records what had arrived of a request that ended before it was finished; `output` is the last it gave."""
         return [self._recorded(output, *unfinished) for unfinished in self.in_flight.unfinished(output)]
 
+    @property
+    def writer_id(self) -> str:
+        """The writer that was recording when this watch was made: what it declared stands in that writer's record."""
+        return self._prefix
+
     def take_over(self, before: "Watch") -> None:
-        """Goes on where the watch that was attached before left off: what it said is not said again."""
+        """Goes on where the watch of the same writer left off: what it said is not said again."""
         before.detach()
         version = self.versions.current
         self.versions, self._digest, self.adapters = before.versions, before._digest, before.adapters
