@@ -94,9 +94,10 @@ def _describe(sample: Imported, row: Row) -> None:
 def _version(sample: Imported, row: Row) -> str | None:
     """The one weight version every generation call reports; a file has one entry a call, not one a token."""
     versions = row.get("weight_versions")
-    held = [str(v) for v in versions if type(v) in (str, int)] if type(versions) is list else []
+    known = type(versions) is list and all(type(version) in (str, int) for version in versions)
+    held = [str(version) for version in versions] if known else []
     length = len(sample.response)
-    if len(held) != len(versions or ()) or len(set(held)) != 1 or not 0 < len(held[0]) <= 512:
+    if len(set(held)) != 1 or not 0 < len(held[0]) <= 512:
         sample.metadata["weight_spans"] = ABSENT
         return None
     sample.fields["weight_spans"] = [{"version": held[0], "start": 0, "end": length}]
