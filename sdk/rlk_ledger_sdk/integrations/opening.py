@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlk_ledger_schemas.errors import ConfigError
+from rlk_ledger_schemas.errors import RlkError
 from rlk_ledger_sdk import api
 from rlk_ledger_sdk.config import disabled
 
@@ -37,6 +37,6 @@ def opened(name: str, role: str, engine: str, more: Callable[[], Mapping[str, An
         return False
     try:
         api.init(**{"role": role, "engine": {"name": engine}, **more()})
-    except ConfigError as error:
+    except (RlkError, OSError) as error:
         _log.warning("%s: nothing is recorded by this process: %s", name, error)
     return api.current().enabled

@@ -25,7 +25,7 @@ class Framework(msgspec.Struct, frozen=True):
 def sglang_mode(args: Any) -> str | None:
     """SGLang divides by the temperature before it takes log-probabilities, unless SGLANG_RETURN_ORIGINAL_LOGPROB."""
     original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", os.environ.get("RETURN_ORIGINAL_LOGPROB", ""))
-    return "raw" if original.strip().lower() in ("1", "true", "yes") else "processed"
+    return "raw" if original.strip().lower() in ("1", "true") else "processed"
 
 
 def vllm_mode(args: Any) -> str | None:

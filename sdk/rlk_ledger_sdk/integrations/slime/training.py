@@ -43,13 +43,7 @@ class TrainingHooks:
         result = None if inner is None else inner(args, *given)
         if recording(self.framework, args, "training"):
             with guarded(f"{self.framework.name} training batch"):
-                data = given[-1] if given else None
-                rollout_id = given[0] if len(given) > 1 and isinstance(given[0], int) else None
-                if not isinstance(data, Mapping):
-                    error = f"{self.framework.name}: the postprocess hook was given no training batch, so nothing of it"
-                    raise EventError(f"{error} is recorded; use (args, rollout_id, rollout_data).")
-                with scope(step=rollout_id, rollout_id=rollout_id):
-                    self._batch(args, rollout_id, data)
+                self._given(args, given)
         return result
 
     def before_log_prob(self, args: Any, model: Any, store_prefix: str) -> Any:
@@ -81,6 +75,19 @@ class TrainingHooks:
             with guarded(f"{self.framework.name} importance weighting"):
                 self._update(job, given.get("train_log_probs"), given.get("rollout_log_probs"))
         return result
+
+    def _given(self, args: Any, given: Sequence[Any]) -> None:
+        """Records the batch among a hook's arguments; one it cannot read is one sentence and a stated gap."""
+        data = given[-1] if given else None
+        rollout_id = given[0] if len(given) > 1 and isinstance(given[0], int) else None
+        try:
+            if not isinstance(data, Mapping):
+                error = f"{self.framework.name}: the postprocess hook was given no training batch, so nothing of it is"
+                raise EventError(f"{error} recorded; it is called as (args, rollout_id, rollout_data).")
+            with scope(step=rollout_id, rollout_id=rollout_id):
+                self._batch(args, rollout_id, data)
+        except EventError as error:
+            current().rejected("logprobs", error)
 
     def _batch(self, args: Any, rollout_id: int | None, data: Mapping[str, Any]) -> None:
         self._step, self._rows, rank = None, Rows({}), this_rank()

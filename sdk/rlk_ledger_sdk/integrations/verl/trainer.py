@@ -39,7 +39,7 @@ def ledgered(trainer: Trainer) -> Trainer:
     class Ledgered(base):  # type: ignore[misc]
         def _compute_old_log_prob(self, batch: Any, *args: Any, **more: Any) -> Any:
             result = super()._compute_old_log_prob(batch, *args, **more)
-            if recording(self.config):
+            if recording(getattr(self, "config", None)):
                 with guarded("verl old log-probabilities"):
                     observe(self, batch, result)
             return result
