@@ -16,7 +16,7 @@ from rlk_ledger_replay.scorers.plan import Attempt, LiveScores, Role
 from rlk_ledger_schemas.fingerprints import canonical_json, contract_id, sha256
 
 RECORDED: tuple[Role, ...] = ("prefill", "decode")
-"""The roles whose values are recorded, under the source `replay:<scorer>-<role>`."""
+"""The roles whose values are recorded, under the source `replay:<scorer>-<role>` (`@` of a scorer written `.`)."""
 
 _PATHS = {"prefill": "full_prefill", "decode": "decode"}
 
@@ -101,7 +101,7 @@ def _values(result: ReplayResult, scores: LiveScores, one: Stood) -> Events:
                 "logprobs",
                 {
                     "sample_id": pair.sample.sample_id,
-                    "source": f"replay:{one.wanted.label}-{role}",
+                    "source": f"replay:{one.wanted.label.replace('@', '.')}-{role}",
                     "contract_id": contract,
                     "values": values,
                     "value_class": np.where(np.isnan(values), MISSING, FINITE).astype(np.uint8),

@@ -1,4 +1,4 @@
-"""What an engine says about itself: contracts taken from the numerics in force, settings read back after the fact."""
+"""What an engine says about itself: contracts and settings read back from the live network, and its own head."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 import rlk_ledger
 from rlk_ledger_replay.demo.faults import Side
 from rlk_ledger_replay.demo.settings import Settings
+from rlk_ledger_sdk.integrations.transformers import Attached, attach
 
 EXECUTION_PATH = {"rollout": "decode", "training": "full_prefill"}
 INSTANCE = {"rollout": "rollout-0", "training": "training-0"}
@@ -33,55 +34,31 @@ def prepare_torch(settings: Settings) -> None:
     torch.manual_seed(settings.seed)
 
 
-def logprob_body(settings: Settings, side: Side, vocabulary: int) -> dict[str, Any]:
-    """The logprob contract of one side as it is really computed."""
+def attach_network(settings: Settings, side: Side, network: Any) -> Attached:
+    """Records what the live network is: its norm, attention and rope contracts, its settings beside those asked for."""
+    asked = {
+        "torch.num_threads": settings.threads,
+        "torch.deterministic_algorithms": True,
+        "model.dtype": "bfloat16",
+        "model.attention": "sdpa",
+        "model.training_mode": False,
+    }
+    return attach(network, engine=INSTANCE[side], requested=asked)
+
+
+def declare_logprobs(settings: Settings, side: Side, attached: Attached) -> str:
+    """Declares the logprob contract of one side as it is really computed; returns its id.
+
+    The engines apply the head themselves (`network.log_softmax`), in the dtype of their numerics.
+    """
     numerics = settings.numerics(side)
-    return {
-        "mode": "processed",
-        "temperature": numerics.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "head_dtype": numerics.head_dtype,
-        "logits_dtype": numerics.head_dtype,
-        "padded_vocab": vocabulary,
-        "padded_vocab_policy": "include",
-        "alignment": "token_i_given_before_i",
-        "execution_path": EXECUTION_PATH[side],
-    }
-
-
-def declare_contracts(settings: Settings, side: Side, network: Any) -> str:
-    """Records the side's contracts, read from the live network; returns the id of the logprob contract."""
-    config = network.config
-    norm = {"eps": config.rms_norm_eps, "accumulate_dtype": "float32", "rounding_order": "hf"}
-    attention = {
-        "mode": "causal",
-        "softmax_scale": network.model.layers[0].self_attn.scaling,
-        "output_dtype": str(network.dtype).removeprefix("torch."),
-    }
-    rlk_ledger.record("contract.declared", kind="norm", version="1", body=norm)
-    rlk_ledger.record("contract.declared", kind="attention", version="1", body=attention)
-    body = logprob_body(settings, side, config.vocab_size)
-    return str(rlk_ledger.record("contract.declared", kind="logprob", version="1", body=body).contract_id)
-
-
-def record_knobs(settings: Settings, network: Any) -> None:
-    """Records what was asked for beside what is in force, read from torch and from the network."""
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in network.parameters()})
-    readings = {
-        "torch.num_threads": (settings.threads, torch.get_num_threads()),
-        "torch.deterministic_algorithms": (True, torch.are_deterministic_algorithms_enabled()),
-        "model.dtype": ("bfloat16", "+".join(dtypes)),
-        "model.attention": ("sdpa", network.config._attn_implementation),
-        "model.training_mode": (False, network.training),
-    }
-    for path, (requested, actual) in readings.items():
-        rlk_ledger.record(
-            "knob.applied",
-            path=path,
-            requested=requested,
-            actual=actual,
-            status="applied" if actual == requested else "fallback",
-            evidence="read back from the process after the model was loaded",
-            lifecycle="process" if path.startswith("torch.") else "engine",
-        )
+    return attached.contract(
+        mode="processed",
+        temperature=numerics.temperature,
+        top_p=1.0,
+        top_k=-1,
+        head_dtype=numerics.head_dtype,
+        logits_dtype=numerics.head_dtype,
+        reduction_dtype=numerics.head_dtype,
+        execution_path=EXECUTION_PATH[side],
+    )

@@ -14,11 +14,10 @@ import rlk_ledger
 from rlk_ledger_replay.demo import declare
 from rlk_ledger_replay.demo.decode import Request, generate
 from rlk_ledger_replay.demo.exchange import Rolled, RolledStep, put, step_file, wait_for
-from rlk_ledger_replay.demo.network import copy_weights, held_tensors, open_network
+from rlk_ledger_replay.demo.network import copy_weights, open_network
 from rlk_ledger_replay.demo.settings import Settings, read_settings, version_name
 from rlk_ledger_replay.demo.tasks import reward, tasks_of
 from rlk_ledger_schemas.metrics import VALUE_CLASSES
-from rlk_ledger_sdk.weights import state_digest
 
 SIDE: Final = "rollout"
 _FINITE, _MISSING = VALUE_CLASSES.index("finite"), VALUE_CLASSES.index("missing")
@@ -32,8 +31,8 @@ class RolloutEngine:
         declare.prepare_torch(settings)
         declare.open_recorder(settings, SIDE)
         self.network: Any = open_network(settings.model)
-        self.contract = declare.declare_contracts(settings, SIDE, self.network)
-        declare.record_knobs(settings, self.network)
+        self.attached = declare.attach_network(settings, SIDE, self.network)
+        self.contract = declare.declare_logprobs(settings, SIDE, self.attached)
         self._prompts: set[str] = set()
 
     def load(self, version: int) -> None:
@@ -42,18 +41,7 @@ class RolloutEngine:
         wait_for(folder, self.settings.wait_s)
         if not (self.settings.fault == "stale-weights" and version > 0):
             copy_weights(self.network, folder)
-        held = held_tensors(self.network)
-        digest, _ = state_digest(held)
-        rlk_ledger.record(
-            "weights.loaded",
-            weight_version=version_name(version),
-            digest=digest,
-            tensor_count=len(held),
-            engine=declare.INSTANCE[SIDE],
-            what="holds",
-            caches_flushed=True,
-            path=self.settings.weights_path(version),
-        )
+        self.attached.loaded(version_name(version), caches_flushed=True, path=self.settings.weights_path(version))
 
     def step(self, step: int) -> None:
         """Generates, records and hands over the samples of one step, batch by batch."""

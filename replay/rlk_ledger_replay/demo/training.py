@@ -15,11 +15,10 @@ import rlk_ledger
 from rlk_ledger_replay.demo import declare
 from rlk_ledger_replay.demo.exchange import Rolled, step_file, take
 from rlk_ledger_replay.demo.learn import Learner, Lesson, Update, advantages
-from rlk_ledger_replay.demo.network import held_tensors, open_network, save_weights
+from rlk_ledger_replay.demo.network import open_network, save_weights
 from rlk_ledger_replay.demo.score import micro_batches, score
 from rlk_ledger_replay.demo.settings import Settings, read_settings, version_name
 from rlk_ledger_schemas.fingerprints import file_digest
-from rlk_ledger_sdk.weights import state_digest
 
 SIDE: Final = "training"
 
@@ -34,30 +33,16 @@ class TrainingEngine:
         self.network: Any = open_network(settings.model)
         self.numerics = settings.numerics(SIDE)
         self.learner = Learner(self.network, settings, self.numerics)
-        self.contract = declare.declare_contracts(settings, SIDE, self.network)
-        declare.record_knobs(settings, self.network)
+        self.attached = declare.attach_network(settings, SIDE, self.network)
+        self.contract = declare.declare_logprobs(settings, SIDE, self.attached)
 
     def publish(self, version: int, labels: dict[str, str]) -> None:
         """Writes the held weights under `version` and records their digests, whole and by tensor."""
         folder = self.settings.weights(version)
         save_weights(self.network, Path(self.settings.model), folder)
-        held = held_tensors(self.network)
-        digest, each = state_digest(held)
-        rlk_ledger.record(
-            "weights.published",
-            weight_version=version_name(version),
-            digest=digest,
-            tensor_count=len(held),
+        self.attached.published(
+            version_name(version),
             stamp_rule="after the optimiser's last step",
-            tensors=[
-                {
-                    "name": name,
-                    "digest": each[name],
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                }
-                for name, tensor in held.items()
-            ],
             path=self.settings.weights_path(version),
             file_digest=file_digest(folder / "model.safetensors"),
             labels=labels,
