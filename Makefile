@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ENGINES ?= .venv-engines
 ENGINES_STAMP := $(ENGINES)/.installed
 
-.PHONY: help setup demo test test-engines quick check fix bench clean
+.PHONY: help setup demo test test-engines quick check fix bench bench-engines clean
 
 help:
 	@echo "make demo   install, then run the whole idea on real numbers (about two minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make check  lint, format, types, layers"
 	@echo "make fix    lint and format, in place"
 	@echo "make bench  the benchmarks of tools/bench, as ratios"
+	@echo "make bench-engines  what recording costs inside vLLM and Megatron-core"
 
 setup: $(STAMP)
 
@@ -59,8 +60,13 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+ENGINE_BENCH := tools/bench/p3_engine_cost.py
+
 bench: $(STAMP)
-	@for script in tools/bench/p*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out $(ENGINE_BENCH),$(wildcard tools/bench/p*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+bench-engines: $(ENGINES_STAMP)
+	$(ENGINES)/bin/python $(ENGINE_BENCH)
 
 clean:
 	rm -rf $(VENV) $(ENGINES) demo out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
