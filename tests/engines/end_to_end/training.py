@@ -18,7 +18,18 @@ import megatron_model as megatron
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from variants import LEARNING_RATE, MICRO_BATCH, STEPS, TEMPERATURE, VARIANTS, WAIT_S, Job, Variant, read_job, version_name
+from variants import (
+    LEARNING_RATE,
+    MICRO_BATCH,
+    STEPS,
+    TEMPERATURE,
+    VARIANTS,
+    WAIT_S,
+    Job,
+    Variant,
+    read_job,
+    version_name,
+)
 
 import rlk_ledger
 from rlk_ledger.integrations import megatron as ledger_megatron

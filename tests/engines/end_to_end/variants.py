@@ -17,8 +17,8 @@ class Variant(msgspec.Struct, frozen=True):
     """One run: how it differs from the clean one.
 
     logprobs_mode: vLLM's. training_dtype: what Megatron computes in. float32_head: the trainer's head alone in float32.
-    stale: vLLM reloads the first weights under every version. lost_rank: what this training rank recorded never leaves its node.
-    tied: the model's head is its embedding, as shipped; else the head is a tensor of its own with the same first values.
+    stale: vLLM reloads the first weights under every version. lost_rank: what this training rank recorded never leaves
+    its node. tied: the model's head is its embedding, as shipped; else it is a tensor of its own that begins as a copy.
     """
 
     name: str
