@@ -14,7 +14,8 @@ import megatron_model as mm
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 import rlk_ledger
@@ -47,51 +48,91 @@ def announce(scored: Any, part: list[dict[str, Any]], batch: mm.Batch) -> None:
     scored.batch([s["sample_id"] for s in part], batch.rows, batch.responses, masks, padded_to=batch.ids.shape[1])
 
 
+def open_recorder(job: dict[str, Any]) -> None:
+    """Starts recording as one rank of the training side."""
+    rlk_ledger.init(
+        job["ledger"],
+        run_id=job["run_id"],
+        role="training",
+        roles={"rollout": 1, "training": job["world"]},
+        spool=job["spool"],
+        shipper="off",
+        on_error="warn" if job.get("silent") else "raise",
+        **megatron.init_options("training-0"),
+    )
+
+
+def score_pass(job: dict[str, Any], model: Any, watch: Any) -> list[list[float]]:
+    """The log-prob pass; returns the engine's own values."""
+    scores = []
+    with watch.scoring("logprob", weight_version=job["version"], reduce=job.get("reduce", False)) as scored:
+        for part in micro_batches(job):
+            batch = batch_of(part)
+            announce(scored, part, batch)
+            values = mm.score(model, batch, job["temperature"])
+            if job.get("give_values") and values:
+                scored.values(values)
+            scores += [row.tolist() for row in values]
+    return scores
+
+
+def train_pass(job: dict[str, Any], learner: mm.Learner, watch: Any) -> list[float]:
+    """Gradients over all micro-batches, and their reduction where the model is wrapped; returns the losses."""
+    losses = []
+    with watch.scoring("train", weight_version=job["version"]) as scored:
+        for part in micro_batches(job):
+            batch = batch_of(part)
+            announce(scored, part, batch)
+            losses.append(learner.backward(batch, [1.0, -0.5, 0.25][: len(part)], job["temperature"]))
+    if job.get("wrap"):
+        learner.model.config.timers = Timers(2, "max")
+        finalize_model_grads([learner.model])
+        watch.timed()
+    return losses
+
+
+def profile_pass(job: dict[str, Any], model: Any, watch: Any) -> None:
+    """One more forward under torch.profiler."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile, torch.profiler.record_function("rescore"):
+        mm.score(model, batch_of(micro_batches(job)[0]), job["temperature"])
+    watch.profiled(profile, ["rescore", "never ran"])
+
+
+def score_for_ever(job: dict[str, Any], model: Any, watch: Any, rank: int) -> None:
+    """Passes without end, each followed by a line that says how far this rank's record is acknowledged."""
+    with Path(job["acks"], str(rank)).open("w", buffering=1) as acks:
+        for step in range(1_000_000):
+            with rlk_ledger.scope(step=step):
+                score_pass(job, model, watch)
+            acks.write(f"{rlk_ledger.current().writer_id} {rlk_ledger.flush('spooled')['spooled']}\n")
+
+
 def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """The whole job on this rank; returns what the tests compare."""
     mm.start(rank, job["world"], job["store"], tp=job["tp"], pp=job.get("pp", 1))
     if job.get("ledger") and rank not in job.get("silent", []):
-        rlk_ledger.init(
-            job["ledger"],
-            run_id=job["run_id"],
-            role="training",
-            roles={"rollout": 1, "training": job["world"]},
-            spool=job["spool"],
-            shipper="off",
-            on_error="warn" if job.get("silent") else "raise",
-            **megatron.init_options("training-0"),
-        )
+        open_recorder(job)
     model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
     watched = wrap(model) if job.get("wrap") else model
     watch = megatron.attach(watched, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
     out: dict[str, Any] = {}
+    if job.get("acks"):
+        score_for_ever(job, watched, watch, rank)
     with rlk_ledger.scope(step=0):
         watch.published(job["version"], job["model"], timeout_s=2.0 if job.get("silent") else 60.0)
-        scores = []
-        with watch.scoring("logprob", weight_version=job["version"], reduce=job.get("reduce", False)) as scored:
-            for part in micro_batches(job):
-                batch = batch_of(part)
-                announce(scored, part, batch)
-                values = mm.score(watched, batch, job["temperature"])
-                if job.get("give_values") and values:
-                    scored.values(values)
-                scores += [row.tolist() for row in values]
-        out["values"] = scores
+        out["values"] = score_pass(job, watched, watch)
+        if job.get("profile"):
+            profile_pass(job, watched, watch)
         learner = mm.Learner(watched)
-        losses = []
-        with watch.scoring("train", weight_version=job["version"]) as scored:
-            for part in micro_batches(job):
-                batch = batch_of(part)
-                announce(scored, part, batch)
-                losses.append(learner.backward(batch, [1.0, -0.5, 0.25][: len(part)], job["temperature"]))
-        out["losses"] = losses
+        out["losses"] = train_pass(job, learner, watch)
         out["gradients"] = [None if p.grad is None else p.grad.float().sum().item() for p in model.parameters()]
         learner.step()
     if job.get("export"):
-        tensors = mm.export(model, job["model"], job["export"])
+        mm.export(model, job["model"], job["export"])
         with rlk_ledger.scope(step=1):
             watch.published(job["version"] + "+1", job["export"])
-        out["exported"] = None if tensors is None else rlk_ledger.state_digest(tensors)[0]
+        out["weights"] = [p.float().sum().item() for p in model.parameters()]
     rlk_ledger.close()
     return out
 

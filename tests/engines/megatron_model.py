@@ -1,8 +1,8 @@
 """A Megatron-core GPT of a Hugging Face Qwen3 folder on CPU ranks over gloo: build, load, score, learn, export.
 
-The engine is unmodified; what a CPU needs is three shims (`use_cpu`): the current CUDA device is the CPU, moving a
-tensor to it is no move, and the CUDA random state is not forked. Everything here is called by every rank of the job, in
-the same order.
+The engine is unmodified; what a CPU needs is four shims (`use_cpu`): the current CUDA device is the CPU, moving a
+tensor to it is no move, nothing is waited for, and the CUDA random state is not forked. Everything here is called by
+every rank of the job, in the same order.
 
 Legend: S positions (padded), B rows, V vocabulary entries of this rank, H hidden size.
 """
@@ -39,6 +39,7 @@ class _NoFork:
 def use_cpu() -> None:
     """Lets Megatron-core run on a CPU: its questions about CUDA get the CPU's answer."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
     Tensor.cuda = lambda self, *place, **how: self  # type: ignore[method-assign,assignment]
     megatron_random._CUDA_RNG_STATE_TRACKER = _NoFork()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,16 @@ class Run:
         for rank, code in enumerate(codes):
             assert code == 0, (self.root / f"log-{rank}").read_text()[-3000:]
         return self
+
+    def wait_for(self, counts: Callable[[], list[int]], ranks: int, least: int) -> bool:
+        """Whether `counts` came to hold `least` for every rank before the limit."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
+            held = counts()
+            if len(held) == ranks and min(held) >= least:
+                return True
+            time.sleep(0.05)
+        return False
 
     def stop(self) -> None:
         """Kills the ranks that still run."""

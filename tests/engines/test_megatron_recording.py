@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 import rlk_ledger
 from rlk_ledger.audit import audit
 from rlk_ledger.pairs import pair
+from rlk_ledger.verify import verify
 from rlk_ledger_sdk.weights import state_digest
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]  # the engine's imports warn
@@ -142,7 +143,12 @@ def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"world": 1}, {"world": 2}, {"world": 2, "vocab": 384, "vocab_size": 272}, {"world": 2, "tp": 1, "pp": 2}],
+    [
+        {"world": 1},
+        {"give_values": True},
+        {"vocab": 384, "vocab_size": 272, "profile": True},
+        {"tp": 1, "pp": 2},
+    ],
     ids=["alone", "tp2", "tp2 padded vocabulary", "pp2"],
 )
 def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -168,7 +174,7 @@ def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any],
 
 def test_the_last_pipeline_stage_records_the_scores(job: Callable[..., Any]) -> None:
     """Claim: with two stages the last one records whole values, the first one none, and they pair cleanly."""
-    run = job(exported=True, world=2, tp=1, pp=2)
+    run = job(exported=True, tp=1, pp=2)
     pairing = pair(run.history())
     assert errors(run) == {}
     for one, values in zip(pairing.pairs, run.result(1)["values"]):
@@ -180,7 +186,7 @@ def test_the_last_pipeline_stage_records_the_scores(job: Callable[..., Any]) -> 
 
 
 def test_a_wrapped_model_is_watched_under_its_wrapping(job: Callable[..., Any]) -> None:
-    """Claim: inside DistributedDataParallel and Float16Module the same is seen, on each data-parallel rank's samples."""
+    """Claim: inside DistributedDataParallel and Float16Module the same is seen, each replica its samples."""
     run = job(2, tp=1, wrap=True)
     pairing = pair(run.history())
     assert errors(run) == {}
@@ -192,11 +198,13 @@ def test_a_wrapped_model_is_watched_under_its_wrapping(job: Callable[..., Any]) 
     assert {e["op"] for e in run.events("collective.observed")} == {"gradients.reduce"}
     published = run.events("weights.published")
     assert len(published) == 1  # one for both replicas
+    timed = {e.get("collective") or e.get("operator"): e for e in run.events("segment.timed")}
+    assert timed["all-grads-sync"]["exposed_ns"] > 0  # Megatron's own timer around the gradient reduction
     orders = sorted(e["sample_order"] for e in run.events("batch.layout") if "/logprob/" in e["layout_id"])
     assert orders == [["s0", "s2", "s4"], ["s1", "s3"]]
 
 
-@pytest.mark.parametrize("options", [{}, {"give_values": True}, {"reduce": True}])
+@pytest.mark.parametrize("options", [{"give_values": True}, {"reduce": True}])
 def test_recording_changes_no_bit_of_the_job(job: Callable[..., Any], options: dict[str, Any]) -> None:
     """Claim: losses, gradients, scores and the weights after a step are the same bits with recording on and off."""
     on, off = job(2, exported=True, **options), job(2, exported=True, ledger=None)
@@ -241,7 +249,7 @@ def test_layouts_are_recorded_once_a_micro_batch(job: Callable[..., Any]) -> Non
 
 def test_settings_contracts_and_collectives_come_from_the_live_job(job: Callable[..., Any]) -> None:
     """Claim: what is declared is what the modules show, and no order of summation is claimed."""
-    run = job(2, exported=True)
+    run = job(2, give_values=True, exported=True)
     knobs = {e["path"]: e for e in run.events("knob.applied")}
     assert knobs["model.dtype"]["actual"] == "bfloat16"
     assert knobs["parallel.tp"]["actual"] == 2
@@ -263,3 +271,41 @@ def test_settings_contracts_and_collectives_come_from_the_live_job(job: Callable
     writers = [e for e in run.events("writer.opened") if e["role"] == "training"]
     assert sorted(e["parallel"]["tp"]["rank"] for e in writers) == [0, 1]
     assert {e["engine"]["instance"] for e in writers} == {"training-0"}
+
+
+def test_a_profiled_range_gives_computation_and_communication_apart(job: Callable[..., Any]) -> None:
+    """Claim: in a profile of two tensor ranks the forward's all-reduces are segments of their own."""
+    run = job(exported=True, vocab=384, vocab_size=272, profile=True)
+    events = run.events("segment.timed")
+    compute = [e for e in events if e.get("operator") == "rescore"]
+    reduce = [e for e in events if e.get("collective") == "gloo:all_reduce"]
+    assert len(compute) == len(reduce) == 2
+    for one, other in zip(compute, reduce):
+        assert 0 < one["compute_ns"] < one["elapsed_ns"]
+        assert other["part_of"] == "rescore"
+        assert other["exposed_ns"] + other["overlapped_ns"] > 0
+        assert other["calls"] >= 8  # two row-parallel projections in each of four layers
+    assert {e.get("operator") for e in events} == {"rescore", None}
+
+
+@pytest.mark.parametrize("killed", [[1], [0, 1]], ids=["one rank", "all ranks"])
+def test_a_killed_rank_loses_nothing_acknowledged(tmp_path: Path, killed: list[int]) -> None:
+    """Claim: after SIGKILL of one or all ranks every event whose number was acknowledged is in the ledger, unbroken."""
+    acks = tmp_path / "acks"
+    acks.mkdir()
+    run = runs.Run(tmp_path, 2, acks=str(acks)).start()
+    try:
+        told = run.wait_for(lambda: [len(f.read_text().splitlines()) for f in acks.iterdir()] or [0], 2, 4)
+        assert told, "the ranks never acknowledged a pass"
+        for rank in killed:
+            run.processes[rank].kill()
+        run.processes[killed[0]].wait()
+    finally:
+        run.stop()
+    held: dict[str, set[int]] = {}
+    for writer, seq, _, _ in run.ledger().read_events("r"):
+        held.setdefault(writer, set()).add(seq)
+    for rank in (0, 1):
+        writer, last = (acks / str(rank)).read_text().splitlines()[-1].split()
+        assert set(range(int(last) + 1)) <= held[writer]
+    assert verify(run.ledger(), "r").exit_code != 1

@@ -1,4 +1,4 @@
-"""Times of an engine: read from its own timers or a profile, split into computation and communication, never made up."""
+"""Times of an engine: read from its timers or a profile, computation and communication apart, never made up."""
 
 from types import SimpleNamespace
 from typing import Any

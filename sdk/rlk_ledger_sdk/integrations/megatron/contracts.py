@@ -74,7 +74,9 @@ def attention_body(model: Any) -> dict[str, Any] | None:
         scale = getattr(config, "softmax_scale", None) or float(config.kv_channels) ** -0.5
     kind = getattr(core, "attn_mask_type", None)
     window = getattr(config, "window_size", None)
+    unfused = type(core).__name__ == "DotProductAttention"  # scores leave a batched product in the compute dtype
     return {
+        "downcast_point": "scores" if unfused else None,
         "mode": getattr(kind, "name", str(kind)) if kind is not None else None,
         "softmax_scale": scale,
         "window": list(window) if window else None,

@@ -103,6 +103,7 @@ class Scoring:
         """
         with guarded("megatron.scoring"):
             self.settle()
+        with guarded("megatron.scoring"):
             place = self._watch.place
             layout = layout_of(sample_ids, tokens, response_lengths, loss_masks, packed, padded_to, place.cp)
             number = self._watch.next_layout()

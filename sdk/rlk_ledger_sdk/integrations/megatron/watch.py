@@ -200,25 +200,30 @@ def attach(
     model: a GPTModel or a list of chunks, wrapped or not. engine: the instance's name, as in "training-0". temperature:
     what the trainer divides logits by. vocab_size: entries without padding, when the vocabulary is padded.
     padded_vocab_policy: "include" when the softmax sums over the padding too (Megatron's does), "mask" when the trainer
-    masks it. requested: settings the user asked for, by the paths of `settings.readings`. Raises UsageError for what is
-    no Megatron model and for an unknown policy.
+    masks it. requested: settings the user asked for, by the paths of `settings.readings`. A model that is none, or a
+    policy that does not exist, is logged and leaves a gap; under `on_error=raise` it raises UsageError.
     """
-    opened = read_back(
-        "megatron.version", requested=None, actual=version(), evidence="megatron.core.__version__", lifecycle="build"
-    )
-    if opened.writer_id is None:
-        return Off()
-    if padded_vocab_policy not in ("include", "mask"):
-        raise UsageError(f"megatron.attach: padded_vocab_policy is {padded_vocab_policy!r}; use include or mask.")
-    stage = unwrap(model)
-    size = int(stage.first.vocab_size)
-    watch = Watch(engine, stage, read_place(), temperature, _vocabulary(size, vocab_size, padded_vocab_policy))
     with guarded("megatron.attach"):
+        opened = read_back(
+            "megatron.version",
+            requested=None,
+            actual=version(),
+            evidence="megatron.core.__version__",
+            lifecycle="build",
+        )
+        if opened.writer_id is None:
+            return Off()
+        stage = unwrap(model)
+        vocabulary = _vocabulary(int(stage.first.vocab_size), vocab_size, padded_vocab_policy)
+        watch = Watch(engine, stage, read_place(), temperature, vocabulary)
         watch.declare_once(requested or {})
-    return watch
+        return watch
+    return Off()
 
 
 def _vocabulary(size: int, real: int | None, policy: str) -> Vocabulary:
+    if policy not in ("include", "mask"):
+        raise UsageError(f"megatron.attach: padded_vocab_policy is {policy!r}; use include or mask.")
     if real is not None and not 0 < real <= size:
         raise UsageError(f"megatron.attach: vocab_size is {real}, the model has {size} entries; it cannot have fewer.")
     return Vocabulary(size, size if policy == "include" or real is None else real, real or size)
