@@ -14,6 +14,7 @@ import torch
 import rlk_ledger
 from rlk_ledger.audit import AuditResult, audit
 from rlk_ledger.history import History, load_history
+from rlk_ledger.pairs import pair
 from rlk_ledger_sdk.integrations.slime.parallel import Rank, owned_ranges
 from rlk_ledger_sdk.testing import capture
 
@@ -435,3 +436,25 @@ def test_rounds_without_an_update_leave_every_engine_behind(framework: str, roun
             actor.train_actor(rollout_id, data)
     versions = [e.fields["weight_version"] for e in events.of("logprobs")]
     assert versions == [str(40 + rounds), *[f"{40 + rounds}+{n}" for n in range(1, rounds)]]
+
+
+def test_partial_rollouts_pair_only_the_positions_of_the_trainers_weights(framework: str, tmp_path: Path) -> None:
+    base = f"rlk_ledger.integrations.{framework}"
+    args = hooks(framework, partial_rollout=True, custom_generate_function_path=f"{base}.generate")
+    done = Job(tmp_path, args)
+    done.writer("rollout")
+    groups = job.prompts(0, 4, 4)
+    for one in (s for group in groups for s in group):
+        one.metadata["abort_after"] = 9
+        job.ENGINE.now = job.Engine(version=1, seed=one.index)
+        asyncio.run(job.one_sample(args, one, 0))
+    job.ENGINE.now = job.Engine(version=2)
+    done.train_data = [(1, 2, job.rollout(args, 1, groups))]
+    rlk_ledger.close()
+    history = done.train().history()
+    pairing = pair(history)
+    assert found(audit(history, pairing)) == set()
+    assert {p.paired.tolist().count(True) for p in pairing.pairs} == {15}
+    assert {(o.rollout_version, o.training_version, o.lag, len(o.positions)) for o in pairing.off_policy} == {
+        ("1", "2", 1, 9)
+    }
