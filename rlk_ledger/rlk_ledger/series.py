@@ -88,7 +88,7 @@ def assemble(history: History, sample: Sample, source: str, scores: Iterable[Sco
         else:
             _place_whole(history, sample, source, score, out)
     for (_, _, axis, _), group in sharded.items():
-        for one_pass in _passes(group):
+        for one_pass in _passes(history, sample, source, group, out):
             _place_shards(history, sample, source, axis, one_pass, out)
     out.series.sort(key=lambda s: (s.first.step if s.first.step is not None else -1, s.first.seq))
     return out
@@ -173,18 +173,38 @@ def _agree(
         out.replicas.append(Replica(sample, series.source, writers, where.start + int(differs[0])))
 
 
-def _passes(scores: list[Score]) -> list[list[Score]]:
-    """Sharded scores split into passes: a rank seen again opens another one."""
-    passes: list[list[Score]] = []
+def _passes(history: History, sample: Sample, source: str, scores: list[Score], out: Assembled) -> list[list[Score]]:
+    """Sharded scores split into passes: a rank seen again opens another one, unless a tensor-parallel replica says it.
+
+    A replica belongs to the first pass that its writer has not spoken in; where it says other bits, that is noted.
+    """
+    passes: list[dict[int, list[Score]]] = []
     for score in scores:
         rank = (score.shard or {})["rank"]
-        for group in passes:
-            if all((held.shard or {})["rank"] != rank for held in group):
-                group.append(score)
+        for held in passes:
+            twins = held.setdefault(rank, [])
+            if not twins:
+                twins.append(score)
+                break
+            if all(_replicates(history, twin, score) for twin in twins):
+                twins.append(score)
+                _note_replica(sample, source, twins[0], score, out)
                 break
         else:
-            passes.append([score])
-    return passes
+            passes.append({rank: [score]})
+    return [[twins[0] for twins in held.values() if twins] for held in passes]
+
+
+def _note_replica(sample: Sample, source: str, first: Score, again: Score, out: Assembled) -> None:
+    count = min(len(first.values), len(again.values))
+    bits = [np.ascontiguousarray(one.values[:count]).view(np.uint32) for one in (first, again)]
+    differs = np.flatnonzero(bits[0] != bits[1])
+    if differs.size:
+        spans = (
+            (first.shard or {})["ranges"] if (first.shard or {})["axis"] == "sequence" else [(first.start, len(sample))]
+        )
+        places = [place for start, end in spans for place in range(start, end)]
+        out.replicas.append(Replica(sample, source, (first.writer_id, again.writer_id), places[int(differs[0])]))
 
 
 def _place_shards(

@@ -75,11 +75,11 @@ def zigzag(logits: torch.Tensor, width: int, cp: Axis) -> torch.Tensor:
     return torch.cat([parts[cp.rank], parts[2 * cp.size - 1 - cp.rank]])
 
 
-def local(packed: bool, widths: list[int], tp: Axis, cp: Axis) -> torch.Tensor:
-    """The rank's logits [S, B, v] of the whole micro-batch."""
+def local(packed: bool, widths: list[int], tp: Axis, cp: Axis, gathered: bool = False) -> torch.Tensor:
+    """The rank's logits [S, B, v] of the whole micro-batch; `gathered`: over the whole vocabulary."""
     held = [zigzag(logits, width, cp) for logits, width in zip(rows()[1], widths)]
     whole = torch.cat(held)[:, None] if packed else torch.stack(held, dim=1)
-    return whole.chunk(tp.size, dim=-1)[tp.rank]
+    return whole if gathered else whole.chunk(tp.size, dim=-1)[tp.rank]
 
 
 def score(tp: Axis, cp: Axis, packed: bool, **options: Any) -> None:
@@ -98,11 +98,14 @@ def score(tp: Axis, cp: Axis, packed: bool, **options: Any) -> None:
     )
     masks = [[1] * r for r in RESPONSES]
     scored.batch(NAMES, rows()[0], RESPONSES, masks, packed=packed)
-    scored.saw_logits(local(packed, widths, tp, cp))
+    logits = local(packed, widths, tp, cp, options.pop("gathered", False))
+    scored.saw_logits(logits + options.pop("shifted", 0.0) * torch.arange(VOCAB)[: logits.shape[-1]])
     scored.settle()
 
 
-def record_everything(root: Path, tp: int, cp: int, packed: bool, without: int | None = None) -> None:
+def record_everything(
+    root: Path, tp: int, cp: int, packed: bool, without: int | None = None, gathered: bool = False, shifted: float = 0.0
+) -> None:
     """The rollout side and every rank of the training side, one writer each."""
     common = {"run_id": "r", "roles": {"rollout": 1, "training": tp * cp}, "spool": str(root / "spool")}
     rlk_ledger.init(root / "ledger", role="rollout", shipper="off", **common)
@@ -127,7 +130,9 @@ def record_everything(root: Path, tp: int, cp: int, packed: bool, without: int |
         parallel = {name: {"rank": axis.rank, "size": axis.size} for name, axis in axes.items()}
         options = {"rank": rank, "world_size": tp * cp, "parallel": parallel, "shipper": "off"}
         rlk_ledger.init(root / "ledger", role="training", **options, **common)
-        score(axes["tp"], axes["cp"], packed)
+        for pass_id in ("logprob", "train", "train"):  # two inner epochs
+            shift = shifted if rank == tp * cp - 1 else 0.0
+            score(axes["tp"], axes["cp"], packed, pass_id=pass_id, gathered=gathered, shifted=shift)
     rlk_ledger.close()
 
 
@@ -143,14 +148,29 @@ def _closed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
-def test_every_cut_merges_into_the_whole(tmp_path: Path, tp: int, cp: int, packed: bool) -> None:
-    """Claim: whatever the cut, one training pass holds every response token's value, and the audit finds nothing."""
-    record_everything(tmp_path, tp, cp, packed)
+@pytest.mark.parametrize(
+    ("tp", "cp", "gathered"),
+    [
+        (1, 1, False),
+        (2, 1, False),
+        (3, 1, False),
+        (1, 2, False),
+        (1, 3, False),
+        (2, 2, False),
+        (2, 3, False),
+        (2, 1, True),
+        (2, 2, True),
+    ],
+)
+def test_every_cut_merges_into_the_whole(tmp_path: Path, tp: int, cp: int, gathered: bool, packed: bool) -> None:
+    """Claim: whatever the cut, each training pass holds every response token's value, and the audit finds nothing."""
+    record_everything(tmp_path, tp, cp, packed, gathered=gathered)
     held = history(tmp_path)
     pairing = pair(held)
     assert len(pairing.pairs) == 3
-    assert pairing.passes == []
+    assert [later.series.first.pass_id for later in pairing.passes] == ["train", "train"] * 3
+    for later in pairing.passes:
+        np.testing.assert_allclose(later.series.values, expected()[NAMES.index(later.sample.sample_id)], atol=3e-6)
     for one, values in zip(pairing.pairs, expected()):
         assert one.paired.all()
         np.testing.assert_allclose(one.training, values, rtol=0, atol=3e-6)
@@ -165,6 +185,14 @@ def test_a_rank_that_recorded_nothing_is_named(tmp_path: Path, tp: int, cp: int)
     record_everything(tmp_path, tp, cp, packed=False, without=tp * cp - 1)
     found = {f.finding_id: f.where for f in audit(history(tmp_path)).findings}
     assert found["evidence.shards_missing"]["missing_ranks"] == [1]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_replicas_that_hold_other_bits_are_named(tmp_path: Path, cp: int) -> None:
+    """Claim: when a tensor rank that holds whole values disagrees with its replica, both writers are named."""
+    record_everything(tmp_path, 2, cp, packed=False, gathered=True, shifted=0.01)
+    found = {f.finding_id: f.where for f in audit(history(tmp_path)).findings}
+    assert found["replicas.differ"]["ranks"] == [2 * cp - 2, 2 * cp - 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

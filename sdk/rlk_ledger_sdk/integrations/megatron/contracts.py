@@ -17,7 +17,7 @@ def logprob_body(model: Any, logits: Any, temperature: float, vocabulary: tuple[
         "top_p": 1.0,
         "top_k": -1,
         "compute_dtype": compute_dtype(model),
-        "head_dtype": head_dtype(model),
+        "head_dtype": head_dtype(model, logits),
         "logits_dtype": name_of(logits.dtype),
         "padded_vocab": size,
         "padded_vocab_policy": "include" if counted == size else "mask",
@@ -35,9 +35,16 @@ def compute_dtype(model: Any) -> str:
     return dtypes if "+" not in dtypes else name_of(config.params_dtype)
 
 
-def head_dtype(model: Any) -> str:
-    """The dtype of the output layer's weight, its own or the embedding's."""
-    weight = getattr(model.output_layer, "weight", None)
+def head_dtype(model: Any, logits: Any) -> str:
+    """The dtype the output layer multiplies in.
+
+    Megatron-core's own layer is a torch product, whose operands have the dtype of its result, whatever the weight is
+    stored in; for another layer the dtype of the weight, its own or the embedding's, is what can be seen.
+    """
+    layer = model.output_layer
+    if type(layer).__module__ == "megatron.core.tensor_parallel.layers":
+        return name_of(logits.dtype)
+    weight = getattr(layer, "weight", None)
     if weight is None:
         weight = model.shared_embedding_or_output_weight()
     return name_of(weight.dtype)
