@@ -16,7 +16,7 @@ from .conftest import rollout, save, trained
 FORMATS = {"slime": "slime", "vime": "vime", "miles": "miles", "prime-rl": "prime-rl", "nemo-rl": "nemo-rl"}
 HOSTILE = {
     "length-lies.pt": "`rollout_log_probs` has 37 entries for 40 tokens",
-    "pickle.pt": "bare pickle",
+    "pickle.pt": "it is a bare pickle, not the zip file that torch.save writes, and asks for 'builtins.print'",
     "reduce.pt": "'builtins.print'",
     "truncated.pt": "cut off or damaged",
 }

@@ -60,7 +60,7 @@ def outcome(form: str, path: Path) -> str:
     return told
 
 
-common = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+common = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(name=st.sampled_from(sorted(ROLLOUT)), value=anything)

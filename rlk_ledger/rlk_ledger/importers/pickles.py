@@ -22,6 +22,7 @@ from rlk_ledger_schemas.errors import FormatError
 _BYTES_PER_CONTAINER = 6
 _FREE_CONTAINERS = 1000
 _LONGEST_INTEGER = 32
+_LONGEST_NAME = 120
 _KEYS = (str, int, float, bool, type(None))
 _MODULES = {"__builtin__": "builtins"}
 
@@ -51,6 +52,14 @@ class Function:
     def __init__(self, name: str, call: Callable[..., Any]) -> None:
         self.name = name
         self.call = call
+
+
+class Unlisted(FormatError):
+    """A pickle asks for a name that is not on the list; `name` is that name, cut where it is long."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
+        super().__init__(f"it asks for {self.name!r}, which no dump needs; it was refused and nothing in it ran.")
 
 
 def loads(data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any]) -> Any:
@@ -236,9 +245,7 @@ class _Machine:
             raise TypeError
         full = f"{_MODULES.get(module, module)}.{name}"
         if full not in self.names:
-            raise FormatError(
-                f"it asks for {full!r}, which no dump needs, so it was not read further; nothing in it ran."
-            )
+            raise Unlisted(full)
         self.stack.append(self.names[full])
 
     def reduce(self) -> None:

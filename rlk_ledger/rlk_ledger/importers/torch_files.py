@@ -25,6 +25,7 @@ from rlk_ledger_schemas.errors import FormatError
 
 _LARGEST_REPEATED = 1 << 20
 """Elements a tensor may have beyond those of its storage (an expanded tensor repeats elements)."""
+_LARGEST_BARE_PICKLE = 16 << 20
 _MAX_DIMENSIONS = 16
 _STORAGES_KEPT = 4
 
@@ -234,10 +235,7 @@ def _opened(stream: IO[bytes]) -> tuple[zipfile.ZipFile, str]:
     """The zip and the folder all its members are in; raises FormatError for what torch.save does not write."""
     head = stream.read(2)
     if head[:1] == b"\x80":
-        raise FormatError(
-            "it is a bare pickle, not the zip file that torch.save writes, so nothing of it was read; load it where "
-            "you trust it and save it again with torch.save."
-        )
+        raise _bare_pickle(head + stream.read(_LARGEST_BARE_PICKLE))
     try:
         archive = zipfile.ZipFile(stream)
         members = archive.infolist()
@@ -254,6 +252,19 @@ def _opened(stream: IO[bytes]) -> tuple[zipfile.ZipFile, str]:
     if len(roots) != 1:
         raise FormatError("it is a zip file, but not one that torch.save writes: it has no single `data.pkl`.")
     return archive, roots[0]
+
+
+def _bare_pickle(data: bytes) -> FormatError:
+    """Why a file that is no zip is refused: what its pickle asks for, if anything; it is never taken."""
+    asks = ""
+    try:
+        pickles.loads(data, _PLAIN_NAMES, persistent=lambda saved: None)
+    except pickles.Unlisted as unlisted:
+        asks = f", and asks for {unlisted.name!r}"
+    except FormatError:
+        pass
+    what = "it is a bare pickle, not the zip file that torch.save writes"
+    return FormatError(f"{what}{asks}; it was refused and nothing in it ran.")
 
 
 def _check_byte_order(order: bytes) -> None:
