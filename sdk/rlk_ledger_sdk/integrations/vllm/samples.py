@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlk_ledger_schemas.fingerprints import token_digest
+from rlk_ledger_schemas.arrays import Array, to_array
+from rlk_ledger_schemas.fingerprints import sha256
 from rlk_ledger_sdk.api import record
 from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts, recorded
 from rlk_ledger_sdk.integrations.vllm.steps import Prefill
@@ -62,15 +63,16 @@ def record_completion(
     output, completion, request = finished.output, finished.completion, finished.request
     tokens = completion.token_ids if type(completion.token_ids) is list else list(completion.token_ids)
     sample_id = who.sample_id(output, completion)
-    digest = token_digest(tokens)
+    ids = to_array(tokens, "int32", "response_token_ids")  # once, for the digest and for the event
+    digest = sha256(ids.data)
     source: dict[str, str] = {}
     spans, rule = _spans(finished, len(tokens), source)
     record(
         "rollout.sample",
         sample_id=sample_id,
         group_id=who.group_id(output, completion),
-        response_token_ids=tokens,
-        loss_mask=[1] * len(tokens) if who.loss_mask is None else who.loss_mask(output, completion),
+        response_token_ids=ids,
+        loss_mask=Array("uint8", b"\1" * len(tokens)) if who.loss_mask is None else who.loss_mask(output, completion),
         token_digest=digest,
         sampling=recorded(request.params, completion.index) if request.params is not None else None,
         finish_reason=completion.finish_reason,
