@@ -105,8 +105,8 @@ def replay(
 
     chosen = _chosen(run, run_id)
     wanted = parse_arms(arms)
-    ledger = terminal.open_url(url)
     live = Live(parse_scorers(scorers), parse_pythons(pythons), scorer_timeout, scorer_float32, scorer_tp)
+    ledger = terminal.open_url(url)
     request = Request(samples, seed, cast(Method, method), weights, schedules, threads, live)
     bar = None if as_json else screen.Bar()
     with bar or nullcontext():

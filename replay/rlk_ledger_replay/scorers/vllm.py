@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlk_ledger_replay.scorers import vllm_guards as guards
 from rlk_ledger_replay.scorers.held import held_guard
-from rlk_ledger_replay.scorers.protocol import Guard, Job, Pass, Statement, plain_knobs
+from rlk_ledger_replay.scorers.protocol import Guard, Job, Pass, Statement, Unsupported, plain_knobs
 from rlk_ledger_replay.scorers.serve import main
 from rlk_ledger_replay.scorers.vllm_held import LoadedTensors
 from rlk_ledger_replay.scorers.vllm_watch import INDEX, Watch, prompt_values, sampled_values
@@ -49,7 +49,7 @@ class VllmEngine:
         self.traces = not on_cpu and "enable_trace_replay" in vars(vllm.EngineArgs)
         self.asked = _arguments(job, self.traces)
         with LoadedTensors() as loaded:
-            self.llm = vllm.LLM(**self.asked)
+            self.llm = self._start(vllm.LLM)
         core = self.llm.llm_engine.engine_core.engine_core
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.scheduler = core.scheduler
@@ -57,6 +57,17 @@ class VllmEngine:
         self.watch = Watch(self.runner)
         if not self.traces:
             self.watch.install()
+
+    def _start(self, llm: Any) -> Any:
+        """The engine; without trace replay where this device's model runner has none."""
+        try:
+            return llm(**self.asked)
+        except ValueError as error:
+            if not self.traces or "trace replay" not in str(error).lower():
+                raise
+            self.traces = False
+            self.asked.pop("enable_trace_replay")
+            return llm(**self.asked)
 
     def statement(self) -> Statement:
         """What runs, read from the live engine."""
@@ -81,7 +92,7 @@ class VllmEngine:
             for index, row, checks in run(batch):
                 values[index] = row
                 found += checks
-            found += guards.batch_guards(task, batch, self.job, self.watch) if not self.traces else []
+            found += [guards.UNWATCHED] if self.traces else guards.batch_guards(task, batch, self.job, self.watch)
         return values, guards.merged(found)
 
     def _prefill_how(self) -> str:
@@ -114,8 +125,6 @@ class VllmEngine:
 
     def _one_temperature(self, batch: Sequence[int]) -> float | None:
         """The temperature of a batch of prompts, None where their raw values are asked for."""
-        from rlk_ledger_replay.scorers.protocol import Unsupported
-
         found = {1.0 if self.job.mode == "raw" else self.job.sequences[index].temperature for index in batch}
         if len(found) > 1:
             raise Unsupported("prompt log-probabilities of one batch cannot have several temperatures")

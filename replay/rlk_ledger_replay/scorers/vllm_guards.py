@@ -15,6 +15,8 @@ from rlk_ledger_replay.scorers.vllm_watch import Watch
 
 Knobs = dict[str, tuple[Any, Any]]
 
+UNWATCHED = Guard("steps.watched", "unknown", "this model runner's steps are not watched: its batches are not known")
+
 
 def held_dtype(model: Any) -> str:
     """The dtypes of the model's parameters, joined where there are several."""
