@@ -188,10 +188,13 @@ def _split_qkv(model: GPTModel, fused: Tensor) -> list[Tensor]:
     return [part.reshape(-1, fused.shape[-1]) for part in rows.split([per_group, 1, 1], dim=1)]
 
 
-def export(model: GPTModel, source: str | Path, target: str | Path) -> dict[str, Tensor] | None:
+def export(
+    model: GPTModel, source: str | Path, target: str | Path, dtype: torch.dtype | None = None
+) -> dict[str, Tensor] | None:
     """Writes the job's weights as a Hugging Face folder at `target` (rank 0 does; the folder appears whole).
 
-    Returns the tensors on rank 0, None elsewhere. The config comes from `source`. Gathers over all ranks.
+    Returns the tensors on rank 0, None elsewhere. The config comes from `source`. dtype: what to write them in, when
+    it is not the model's. Gathers over all ranks.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
     place = (parallel_state.get_pipeline_model_parallel_rank(), _tp()[0])
@@ -210,6 +213,7 @@ def export(model: GPTModel, source: str | Path, target: str | Path) -> dict[str,
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
             tensors[name] = tensors[name][: hf["vocab_size"]].contiguous()
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     target = Path(target)
     scratch = target.with_name(f".{target.name}.part")
     scratch.mkdir(parents=True)

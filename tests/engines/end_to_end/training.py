@@ -122,7 +122,7 @@ def publish(job: Job, variant: Variant, model: Any, watch: Any, version: int) ->
     """Writes the weights of `version` as bf16, the dtype vLLM loads, and records their digest."""
     target = job.weights(variant, version)
     target.parent.mkdir(parents=True, exist_ok=True)
-    megatron.export(model, job.model(variant), target)
+    megatron.export(model, job.model(variant), target, torch.bfloat16)
     watch.published(version_name(version), job.weights_path(variant, version), dtype=torch.bfloat16)
     dist.barrier()
 
