@@ -137,6 +137,14 @@ def test_a_trainers_copy_that_is_not_what_the_engine_returned_is_named(tmp_path:
     assert first.values.tolist() == [-0.5, -1.5]
 
 
+def test_a_trainers_mask_that_is_not_the_samples_is_named_by_the_audit(tmp_path: Path, imports: Any) -> None:
+    rows = [trained(loss_masks=torch.tensor([1, 0]))]
+    run = imports("slime", save(tmp_path / "d", [rollout()], rows))["run_id"]
+    result = imports.audit(run)
+    assert ("mask.differs", "training") in {(f.finding_id, f.where.get("source")) for f in result.findings}
+    assert (result.verdict, result.exit_code) == ("not_comparable", 1)
+
+
 def test_train_dumps_alone_are_whole_samples(data: Path, imports: Any, truth: list[dict[str, Any]]) -> None:
     run = imports("slime", data / "slime/train_data/3.pt")["run_id"]
     history = imports.history(run)

@@ -103,10 +103,13 @@ def _sample(row: Row, step: int | None, number: int, origin: Source) -> Imported
     sample.metadata["reward"] = ABSENT if reward is None else MEASURED
     if reward is not None:
         sample.fields["reward"] = reward
+    _score(sample, row, slice(start, length))
+    return sample
+
+
+def _score(sample: Imported, row: Row, cut: slice) -> None:
     for column, source in _SIDES:
         if column in row:
-            cut = slice(start, length)
-            score = scored(row, column, source, cut, mask, sample.response, origin, source == "rollout")
+            score = scored(row, column, source, cut, sample.mask, sample.response, sample.origin, source == "rollout")
             score.metadata = {"weight_version": ABSENT, "dtype": ABSENT}
             sample.scores.append(score)
-    return sample
