@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from rlk_ledger_sdk.integrations.vllm import names
 from rlk_ledger_sdk.integrations.vllm.held import Piece, Unread, pieces, sums
 from rlk_ledger_sdk.integrations.vllm.loads import added_up
 from rlk_ledger_sdk.integrations.vllm.requests import InFlight
-from rlk_ledger_sdk.integrations.vllm.samples import Request
+from rlk_ledger_sdk.integrations.vllm.samples import Finished, Identity, Request, record_completion
 from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts
 from rlk_ledger_sdk.integrations.vllm.steps import Steps
 from rlk_ledger_sdk.integrations.vllm.values import classes, numbers, sampled
@@ -192,6 +193,37 @@ def test_what_had_arrived_of_a_request_cut_short_is_an_abort() -> None:
     assert list(flight.finished(output)) == []
     ((cut, _),) = flight.unfinished(output)
     assert (cut.token_ids, cut.finish_reason, part.finish_reason) == ([5, 6], "abort", None)
+
+
+def test_what_only_some_engines_expose_is_recorded_where_it_is_exposed() -> None:
+    experts = np.arange(6 * 2 * 2, dtype=np.uint8).reshape(6, 2, 2)
+    spec = SimpleNamespace(histogram=[1, 2, 3], num_draft_tokens=12)
+    completion = SimpleNamespace(
+        index=0,
+        token_ids=[5, 6, 7],
+        logprobs=None,
+        finish_reason="stop",
+        spec_decode_metrics=spec,
+        routed_experts=experts,
+        sampling_mask=SimpleNamespace(token_ids=[[5], [6, 9], [7]]),
+        weight_versions=None,
+    )
+    output = SimpleNamespace(request_id="7", prompt_token_ids=[1, 2, 3, 4], outputs=[completion], num_cached_tokens=2)
+    who = Identity("e", "m", 16, lambda o, c: "s", lambda o, c: None, lambda o, c: [1, 0, 1])
+    with capture() as events:
+        record_completion(Finished(output, completion, Request(), None, "w-7-0"), who, None, {})
+    (event,) = events.of("rollout.sample")
+    assert event.fields["spec"] == {"drafted": 12, "accepted": 8}
+    assert {k: event.fields["routed_experts"][k] for k in ("coverage", "layers", "top_k")} == {
+        "coverage": 1.0,
+        "layers": 2,
+        "top_k": 2,
+    }
+    assert event.arrays["routed_experts.array"] == list(range(24))
+    assert (event.arrays["support"], event.arrays["support_offsets"]) == ([5, 6, 9, 7], [0, 1, 3, 4])
+    assert event.arrays["loss_mask"] == [1, 0, 1]
+    assert event.fields["cache"] == {"cached_tokens": 2, "block_size": 16}
+    assert event.fields["labels"] == {"request": "w-7-0"}
 
 
 def decided(new: Any = (), cached: Any = (), tokens: Any = None, gone: Any = ()) -> SimpleNamespace:

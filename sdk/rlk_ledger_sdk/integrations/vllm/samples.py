@@ -86,7 +86,7 @@ def record_completion(
         metadata_source=source or None,
         labels=None if sample_id == finished.name else {"request": finished.name},
         **prompt,
-        **_extras(completion, len(tokens), source),
+        **_extras(completion, len(tokens), len(output.prompt_token_ids or ()), source),
     )
     if completion.logprobs is not None and contracts is not None and contracts.scores:
         _record_values(sample_id, completion.logprobs, tokens, digest, spans, contracts.of(request.params))
@@ -152,7 +152,7 @@ def _chunks(prefill: Prefill | None, source: dict[str, str]) -> list[int] | None
     return None if prefill is None else prefill.ends
 
 
-def _extras(completion: Any, length: int, source: dict[str, str]) -> dict[str, Any]:
+def _extras(completion: Any, length: int, prompt: int, source: dict[str, str]) -> dict[str, Any]:
     """What only some engines and versions expose: speculative counts, routed experts, the kept support."""
     out: dict[str, Any] = {}
     spec = getattr(completion, "spec_decode_metrics", None)
@@ -161,8 +161,17 @@ def _extras(completion: Any, length: int, source: dict[str, str]) -> dict[str, A
         out["spec"] = {"drafted": int(spec.num_draft_tokens), "accepted": int(accepted)}
     experts = getattr(completion, "routed_experts", None)
     if experts is not None:
-        layers, top_k = int(experts.shape[1]), int(experts.shape[2])
-        out["routed_experts"] = {"layers": layers, "top_k": top_k, "array": experts.reshape(-1)}
+        rows, layers, top_k = (int(size) for size in experts.shape)
+        array = to_array(experts.reshape(-1), "int32", "routed_experts.array")
+        forwarded = max(1, prompt + length - 1)  # the last token is sampled, not forwarded
+        out["routed_experts"] = {
+            "digest": sha256(array.data),
+            "coverage": min(1.0, rows / forwarded),
+            "layers": layers,
+            "top_k": top_k,
+            "array": array,
+        }
+        source["routed_experts"] = "measured"
     mask = getattr(completion, "sampling_mask", None)
     if mask is not None and len(mask.token_ids) == length:
         offsets = [0]
