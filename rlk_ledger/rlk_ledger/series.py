@@ -83,7 +83,8 @@ def assemble(history: History, sample: Sample, source: str, scores: Iterable[Sco
     sharded: dict[tuple[str | None, str | None, str, int], list[Score]] = {}
     for score in scores:
         if score.shard is not None:
-            key = (score.pass_id, score.weight_version, score.shard["axis"], score.start)
+            axis = score.shard["axis"]
+            key = (score.pass_id, score.weight_version, axis, score.start if axis == "vocab" else 0)
             sharded.setdefault(key, []).append(score)
         else:
             _place_whole(history, sample, source, score, out)
