@@ -197,6 +197,24 @@ def test_wrong_sample_ids_cost_a_gap_not_the_generation(model16: Any, tmp_path: 
     assert [g["kind"] for g in gaps] == ["internal"]
 
 
+def test_listeners_of_one_model_come_off_one_by_one(model16: Any) -> None:
+    with capture(), hf.listening(model16) as outer:
+        with hf.listening(model16, "raw") as inner:
+            draw(model16)
+        draw(model16)
+    assert [(len(inner), inner[0].mode), (len(outer), outer[0].mode)] == [(1, "raw"), (2, "processed")]
+    assert "generate" not in vars(model16)
+
+
+def test_a_model_that_cannot_be_wrapped_generates_all_the_same(tmp_path: Path) -> None:
+    class Plain(torch.nn.Module):
+        def generate(self, start: int) -> list[int]:
+            return [start, start + 1]
+
+    rlk_ledger.init(tmp_path / "l", run_id="r", role="rollout", spool=tmp_path / "s", shipper="inline", on_error="warn")
+    assert hf.attach(Plain()).generate(3, sample_ids=["a"]) == [3, 4]
+
+
 def test_with_recording_off_the_models_own_method_runs(model16: Any) -> None:
     watched = hf.attach(model16)
     assert not watched.on

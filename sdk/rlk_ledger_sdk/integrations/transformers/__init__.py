@@ -10,7 +10,7 @@ from rlk_ledger_sdk.integrations.transformers.generation import (
     record_generation,
 )
 from rlk_ledger_sdk.integrations.transformers.held import held_tensors
-from rlk_ledger_sdk.integrations.transformers.listening import Listener
+from rlk_ledger_sdk.integrations.transformers.listening import Listener, listening
 from rlk_ledger_sdk.integrations.transformers.scoring import (
     Response,
     packed_responses,
@@ -30,6 +30,7 @@ __all__ = [
     "attach",
     "generation_of",
     "held_tensors",
+    "listening",
     "packed_responses",
     "record_generation",
     "record_layout",

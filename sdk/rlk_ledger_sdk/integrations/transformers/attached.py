@@ -10,7 +10,7 @@ from rlk_ledger_sdk.integrations.fsdp import is_sharded, record_sharding
 from rlk_ledger_sdk.integrations.torch import short_dtype
 from rlk_ledger_sdk.integrations.transformers import held
 from rlk_ledger_sdk.integrations.transformers.generation import Generation, record_generation
-from rlk_ledger_sdk.integrations.transformers.listening import Listener
+from rlk_ledger_sdk.integrations.transformers.listening import listening
 from rlk_ledger_sdk.integrations.transformers.numerics import declare_numerics, logprob_body, narrower
 from rlk_ledger_sdk.integrations.transformers.readback import record_settings
 from rlk_ledger_sdk.integrations.transformers.scoring import (
@@ -67,12 +67,8 @@ class Attached:
         """
         if not self.on:
             return self.model.generate(*args, **kwargs)
-        heard: list[Generation] = []
-        listener = Listener(self.model, heard.append, mode)
-        try:
+        with listening(self.model, mode) as heard:
             output = self.model.generate(*args, **kwargs)
-        finally:
-            listener.detach()
         with guarded("transformers generate()"):
             for generation in heard[-1:]:
                 self.recorded(generation, sample_ids, group_ids=group_ids, per_sample=per_sample)

@@ -7,13 +7,17 @@ values.
 """
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.torch import selected_logprobs
 from rlk_ledger_sdk.integrations.transformers.generation import Drawn, Generation, assemble, drawn_from
 from rlk_ledger_sdk.integrations.transformers.numerics import unwrapped
+
+_METHODS = ("generate", "_get_logits_processor")
 
 
 class _Tape:
@@ -58,38 +62,45 @@ class _Tape:
 
 
 class Listener:
-    """Wraps `generate` of one model instance until `detach()`; `heard` is told each Generation."""
+    """Wraps `generate` of one model instance until `detach()`; `heard` is told each Generation.
+
+    Calls of several threads are told apart. Listeners of one model come off in the reverse of the order they came on.
+    """
 
     def __init__(self, model: Any, heard: Callable[[Generation], None], mode: str = "processed") -> None:
         self._model, self._heard, self._mode = unwrapped(model), heard, mode
-        self._tapes: list[_Tape] = []
+        self._here = threading.local()
         self._generate = self._model.generate
         self._processors = self._model._get_logits_processor
-        self._model.generate = self._listen
-        self._model._get_logits_processor = self._extended
+        self._before = {name: vars(self._model).get(name) for name in _METHODS}
+        self._model.generate, self._model._get_logits_processor = self._listen, self._extended
 
     def detach(self) -> None:
-        """Puts the model's own methods back; a second call does nothing."""
-        for name in ("generate", "_get_logits_processor"):
-            self._model.__dict__.pop(name, None)
+        """Puts back what was there; a second call does nothing."""
+        before, self._before = self._before, {}
+        for name, method in before.items():
+            if method is None:
+                vars(self._model).pop(name, None)
+            else:
+                setattr(self._model, name, method)
 
     def _listen(self, *args: Any, **kwargs: Any) -> Any:
         tape = _Tape(self._mode == "raw")
-        self._tapes.append(tape)
+        outer, self._here.tape = getattr(self._here, "tape", None), tape
         try:
             output = self._generate(*args, **kwargs)
         finally:
-            self._tapes.remove(tape)
+            self._here.tape = outer
         with guarded("transformers generate()"):
-            mask = kwargs.get("attention_mask", tape.attention_mask)
-            self._tell(tape, output, mask)
+            self._tell(tape, output, kwargs.get("attention_mask", tape.attention_mask))
         return output
 
     def _extended(self, *args: Any, **kwargs: Any) -> Any:
         processors = self._processors(*args, **kwargs)
-        if self._tapes:
+        tape = getattr(self._here, "tape", None)
+        if tape is not None:
             with guarded("transformers generate()"):
-                self._record_on(self._tapes[-1], processors, args, kwargs)
+                self._record_on(tape, processors, args, kwargs)
         return processors
 
     def _record_on(self, tape: _Tape, processors: Any, args: Any, kwargs: Any) -> None:
@@ -106,3 +117,17 @@ class Listener:
             return
         values = tape.finish(sequences)
         self._heard(assemble(sequences, values, tape.config, tape.prompt_width, attention_mask, tape.drawn, self._mode))
+
+
+@contextmanager
+def listening(model: Any, mode: str = "processed") -> Iterator[list[Generation]]:
+    """The Generations of every `generate` in the block, in a list that fills; none where a model cannot be wrapped."""
+    heard: list[Generation] = []
+    listener = None
+    with guarded("transformers generate()"):
+        listener = Listener(model, heard.append, mode)
+    try:
+        yield heard
+    finally:
+        if listener is not None:
+            listener.detach()

@@ -8,8 +8,8 @@ and equal responses cannot be told apart by their tokens.
 One process is rollout and training at once, so both sides' events come from it and `source` tells them apart.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ from rlk_ledger_sdk.integrations.transformers import (
     Drawn,
     Generated,
     Generation,
-    Listener,
     Response,
     attach,
+    listening,
     record_generation,
     record_scores,
     trainer_callback,
@@ -33,6 +33,7 @@ from rlk_ledger_sdk.integrations.transformers import (
 )
 from rlk_ledger_sdk.integrations.transformers.generation import padding_side
 from rlk_ledger_sdk.integrations.transformers.numerics import logprob_body
+from rlk_ledger_sdk.integrations.trl.pieces import Pieces, loss_mask, unpadded
 from rlk_ledger_sdk.knobs import read_back
 
 ROW = "rlk_row"
@@ -89,15 +90,14 @@ class Watched:
     def _generate(self, inputs: Any) -> Any:
         if not self._trainer.model.training:  # an evaluation's responses train nothing
             return self._before[_GENERATE](inputs)
-        heard: list[Generation] = []
-        listener = Listener(self._trainer.model, heard.append) if self._listens() else None
-        try:
-            with guarded("trl weights"):
-                self._hold()
+        with guarded("trl weights"):
+            self._hold()
+        nothing: list[Generation] = []
+        hearing: AbstractContextManager[list[Generation]] = nullcontext(nothing)
+        if self._listens():
+            hearing = listening(self._trainer.model)
+        with hearing as heard:
             batch = self._before[_GENERATE](inputs)
-        finally:
-            if listener is not None:
-                listener.detach()
         with guarded("trl generation"):
             self._record_generation(batch, heard)
         return batch
@@ -138,8 +138,8 @@ class Watched:
 
     def _record_generation(self, batch: dict[str, Any], heard: list[Generation]) -> None:
         rows = batch["completion_ids"].shape[0]
-        prompts = _cut(batch["prompt_ids"], batch["prompt_mask"])
-        losses = _loss_mask(batch)
+        prompts = unpadded(batch["prompt_ids"], batch["prompt_mask"])
+        losses = loss_mask(batch)
         step, rank = self._trainer.state.global_step, self._trainer.accelerator.process_index
         lengths = self._lengths(batch)
         generation = self._generation(batch, prompts, lengths, heard)
@@ -183,7 +183,7 @@ class Watched:
         sampled = batch.get("sampling_per_token_logps")
         drawn = heard[0].drawn if heard else self._requested()
         ends = set(getattr(self._trainer, "eos_token_ids", None) or [])
-        pieces = _Pieces(heard)
+        pieces = Pieces(heard)
         rows = []
         for i, prompt in enumerate(prompts):
             tokens = ids[i][: lengths[i]]
@@ -238,7 +238,7 @@ class Watched:
             [Response(sample.sample_id, row, -1, 0, sample.length) for row, sample in enumerate(samples)],
             contract_id=declare("logprob", body),
             source=source,
-            loss_mask=_loss_mask(batch),
+            loss_mask=loss_mask(batch),
             weight_version=None if source == "reference" else self._attached.weight_version,
             pass_id=pass_id,
             layout_id=self._record_layout(batch, samples, pass_id),
@@ -266,7 +266,7 @@ class Watched:
             sample_order=names,
             sequence_lengths=[n + sample.length for n, sample in zip(prompts, samples)],
             packing=False,
-            active_density=float(_loss_mask(batch).sum()) / max(1, len(names) * width),
+            active_density=float(loss_mask(batch).sum()) / max(1, len(names) * width),
         )
         return layout_id
 
@@ -278,45 +278,6 @@ class Watched:
             return [None] * rows
         own = gathered[rank * rows : (rank + 1) * rows] * weights.to(gathered.device)
         return [None if value != value else value for value in own.nansum(1).tolist()]
-
-
-class _Pieces:
-    """What generate() gave, looked up by the prompt it was given: a tool loop calls it once a turn."""
-
-    def __init__(self, heard: list[Generation]) -> None:
-        self._rows: dict[tuple[int, ...], list[Generated]] = defaultdict(list)
-        for row in (row for generation in heard for row in generation.rows if row.logprobs is not None):
-            self._rows[tuple(row.prompt)].append(row)
-        self._lengths = sorted({len(prompt) for prompt in self._rows})
-
-    def values(self, prompt: list[int], tokens: list[int]) -> list[float] | None:
-        """One value a token of a response: those of the calls whose prompt and tokens it continues, NaN elsewhere."""
-        whole, found = prompt + tokens, [float("nan")] * len(tokens)
-        seen = False
-        for length in (n for n in self._lengths if len(prompt) <= n < len(whole)):
-            held = self._rows.get(tuple(whole[:length]), [])
-            match = next((row for row in held if _continues(whole[length:], row.tokens)), None)
-            if match is not None:
-                held.remove(match)
-                at = length - len(prompt)
-                kept = match.logprobs[: len(tokens) - at]  # type: ignore[index]  # rows without values are left out above
-                found[at : at + len(kept)] = kept
-                seen = True
-        return found if seen else None
-
-
-def _continues(rest: list[int], tokens: list[int]) -> bool:
-    n = min(len(rest), len(tokens))
-    return rest[:n] == tokens[:n]
-
-
-def _cut(ids: Any, mask: Any) -> list[list[int]]:
-    return [[t for t, k in zip(row, kept) if k] for row, kept in zip(ids.tolist(), mask.tolist())]
-
-
-def _loss_mask(batch: Mapping[str, Any]) -> Any:
-    mask = batch["completion_mask"]
-    return (mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]).int()
 
 
 def attach_trainer(
