@@ -115,7 +115,13 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
         open_recorder(job)
     model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
     watched = wrap(model) if job.get("wrap") else model
-    watch = megatron.attach(watched, "training-0", temperature=job["temperature"], vocab_size=job.get("vocab_size"))
+    watch = megatron.attach(
+        watched,
+        "training-0",
+        temperature=job["temperature"],
+        vocab_size=job.get("vocab_size"),
+        requested=job.get("requested"),
+    )
     out: dict[str, Any] = {}
     if job.get("acks"):
         score_for_ever(job, watched, watch, rank)

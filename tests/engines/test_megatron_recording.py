@@ -131,14 +131,20 @@ def test_every_rank_records_its_shard(job: Callable[..., Any]) -> None:
 
 
 def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
-    """Claim: when rank 1 records nothing, the audit names it, and no value is made of half a vocabulary."""
-    run = job(2, silent=[1])
+    """Claim: when rank 1 records nothing, the audit names it, and no value is made of half a vocabulary.
+
+    What the job asked for and did not get is named too.
+    """
+    run = job(2, silent=[1], requested={"attention.backend": "flash", "no.such.setting": 1})
     found = errors(run)
     assert found["evidence.shards_missing"]["missing_ranks"] == [1]
     gaps = run.events("gap")
     assert [g["kind"] for g in gaps] == ["internal"]
     assert "ranks [1] gave no sums" in gaps[0]["reason"]
     assert pair(run.history()).pairs == []
+    assert found["backend.not_in_force"] == {"path": "attention.backend", "status": "fallback"}
+    knobs = {e["path"]: e["status"] for e in run.events("knob.applied")}
+    assert knobs["no.such.setting"] == "unobservable"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +238,7 @@ def test_reduced_values_need_no_other_rank(job: Callable[..., Any]) -> None:
     for event in events:
         held = np.frombuffer(event["values"].data, np.float32)
         np.testing.assert_allclose(held, own[event["sample_id"]], rtol=0, atol=4e-6)
+    assert errors(run) == {}  # two replicas of every value, and they agree
 
 
 def test_layouts_are_recorded_once_a_micro_batch(job: Callable[..., Any]) -> None:

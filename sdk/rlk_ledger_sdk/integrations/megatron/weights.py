@@ -182,19 +182,28 @@ def _vocabulary_rows(name: str, tensor: Any, tp: Axis, vocabulary: int) -> list[
 
 
 def _qkv(prefix: str, leaf: str, tensor: Any, config: Any, tp: Axis) -> list[Piece] | None:
-    """Query, key and value of a fused projection that keeps the heads of a query group together: [q ..., k, v] a group.
+    """Query, key and value in a fused projection, which keeps the heads of a query group together: [q ..., k, v].
 
-    None for layouts other than that: fewer groups than tensor ranks, or an output gate among the rows.
+    A rank holds consecutive rows of the fused tensor, whole groups of it or, with fewer groups than ranks, a part of
+    one. None for another layout (an output gate among the rows).
     """
-    groups, heads, width = config.num_query_groups, config.num_attention_heads, config.kv_channels
-    local, inside = groups // tp.size, heads // groups
-    if leaf not in ("weight", "bias") or local * tp.size != groups:
+    groups, width = config.num_query_groups, config.kv_channels
+    heads = config.num_attention_heads // groups
+    rows = tensor.shape[0]
+    if leaf not in ("weight", "bias") or rows * tp.size != groups * (heads + 2) * width:
         return None
-    if tensor.shape[0] != local * (inside + 2) * width:
-        return None
-    grouped = tensor.reshape(local, inside + 2, width, *tensor.shape[1:])
-    parts = {"q": grouped[:, :inside], "k": grouped[:, inside], "v": grouped[:, inside + 1]}
-    return [_rows(f"{prefix}{k}_proj.{leaf}", part.reshape(-1, *tensor.shape[1:]), tp) for k, part in parts.items()]
+    low, high = tp.rank * rows, (tp.rank + 1) * rows
+    size = tensor.numel() // rows  # elements of a row
+    out, at = [], 0
+    for group in range(groups):
+        for part, count in (("q", heads * width), ("k", width), ("v", width)):
+            first, end = max(at, low), min(at + count, high)
+            if end > first:
+                start = (group * count + first - at) * size
+                shape = (groups * count, *tensor.shape[1:])
+                out.append(Piece(f"{prefix}{part}_proj.{leaf}", tensor[first - low : end - low], shape, start))
+            at += count
+    return out
 
 
 def _gate_up(prefix: str, leaf: str, tensor: Any, tp: Axis) -> Iterator[Piece]:
