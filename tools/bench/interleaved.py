@@ -1,7 +1,8 @@
 """What recording adds to a job: interleaved passes with and without it, and a clock inside the recorder itself.
 
 Two answers to one question. The pairs see everything (caches, garbage collection, the shipper on the other core) and
-carry the machine's noise; the clock sees only the time spent in the recorder's own calls and resolves far below it.
+carry the machine's noise; the clock, in passes of its own, sees only the time spent in the recorder's own calls and
+resolves far below it.
 """
 
 import gc
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 BAR = 0.01
 """Share of the job's own time that recording may add."""
 RESAMPLES = 10_000
+CLOCKED = 10
+"""Passes on the clock."""
 
 
 class Spent(NamedTuple):
@@ -48,12 +51,25 @@ class Share(NamedTuple):
 
 
 class Clock:
-    """Thread processor time spent under `inside`, without what runs under `outside` in there. For one thread."""
+    """Thread processor time spent under `inside`, without what runs under `outside` in there. For one thread.
+
+    It counts during `reading` only, its own cost (about a microsecond a call) included.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.counts = False
         self._running = False
         self._since = 0.0
+
+    def reading(self, side: Side) -> tuple[float, Spent]:
+        """Runs one pass on the clock: (seconds inside, the pass)."""
+        self.seconds, self.counts = 0.0, True
+        try:
+            spent = spent_by(side)
+        finally:
+            self.counts = False
+        return self.seconds, spent
 
     def inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, counted."""
@@ -65,6 +81,8 @@ class Clock:
 
     def _timed(self, call: Callable[..., Any], running: bool) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.counts:
+                return call(*args, **kwargs)
             before = self._switch(running)
             try:
                 return call(*args, **kwargs)
@@ -84,11 +102,11 @@ class Clock:
 
 @dataclass
 class Pairs:
-    """Interleaved passes. `inside`: seconds on the clock, per pass with recording."""
+    """Interleaved passes, and passes on the clock: (seconds inside the recorder, the pass)."""
 
     off: list[Spent] = field(default_factory=list)
     on: list[Spent] = field(default_factory=list)
-    inside: list[float] = field(default_factory=list)
+    clocked: list[tuple[float, Spent]] = field(default_factory=list)
 
     def added(self, what: str) -> Share:
         """The median over pairs of on / off - 1 for `cpu` or `wall`, with a bootstrap interval over pairs."""
@@ -98,7 +116,12 @@ class Pairs:
     @property
     def inside_share(self) -> Share:
         """The clock's seconds over the processor time of the same pass without them, with a bootstrap interval."""
-        return bootstrapped([inside / (on.cpu - inside) for inside, on in zip(self.inside, self.on)])
+        return bootstrapped([inside / (spent.cpu - inside) for inside, spent in self.clocked])
+
+    @property
+    def inside_s(self) -> float:
+        """The median of the clock's seconds a pass."""
+        return statistics.median(inside for inside, _ in self.clocked)
 
 
 def bootstrapped(values: list[float], seed: int = 0) -> Share:
@@ -110,29 +133,20 @@ def bootstrapped(values: list[float], seed: int = 0) -> Share:
 
 
 def interleave(off: Side, on: Side, clock: Clock, pairs: int, warm_up: int = 2) -> Pairs:
-    """Runs `pairs` pairs of passes, the order inside each pair by a coin; garbage is collected before every pass."""
+    """Runs `pairs` pairs of passes, the order inside each pair by a coin, then some passes of `on` on the clock."""
     coin, found = random.Random(7), Pairs()
     for _ in range(warm_up):
         for side in (off, on):
-            _spent(side)
+            spent_by(side)
     for _ in range(pairs):
-        for side in random_order(coin, off, on):
-            before = clock.seconds
-            spent = _spent(side)
-            if side is on:
-                found.on.append(spent)
-                found.inside.append(clock.seconds - before)
-            else:
-                found.off.append(spent)
+        for side in (off, on) if coin.random() < 0.5 else (on, off):
+            (found.on if side is on else found.off).append(spent_by(side))
+    found.clocked = [clock.reading(on) for _ in range(CLOCKED)]
     return found
 
 
-def random_order(coin: random.Random, off: Side, on: Side) -> tuple[Side, Side]:
-    """Both sides in an order decided by the coin."""
-    return (off, on) if coin.random() < 0.5 else (on, off)
-
-
-def _spent(side: Side) -> Spent:
+def spent_by(side: Side) -> Spent:
+    """Runs one pass; garbage is collected before it."""
     side.prepare()
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -163,7 +177,7 @@ def shipper_cpu(spool: Path) -> float:
 def told(title: str, found: Pairs, samples: int, tokens: int, notes: dict[str, str]) -> dict[str, Any]:
     """Prints the table of one job and returns it as a document. samples, tokens: recorded per pass."""
     off_cpu = statistics.median(one.cpu for one in found.off)
-    inside = statistics.median(found.inside)
+    inside = found.inside_s
     print(f"{title}: {len(found.on)} pairs, {samples} samples and {tokens} tokens a pass of {off_cpu:.2f} CPU s")
     rows = {"CPU of the process": found.added("cpu"), "wall": found.added("wall")}
     rows["inside the recorder"] = found.inside_share
@@ -183,5 +197,5 @@ def told(title: str, found: Pairs, samples: int, tokens: int, notes: dict[str, s
         "share": {name: share._asdict() for name, share in rows.items()},
         "bar": BAR,
         "notes": notes,
-        "passes": {"off": found.off, "on": found.on, "inside_s": found.inside},
+        "passes": {"off": found.off, "on": found.on, "clocked": found.clocked},
     }
