@@ -374,7 +374,7 @@ def rank_model(whole: dict[str, torch.Tensor], size: int, rank: int) -> torch.nn
 
 
 def answer(model: Any, rank: int) -> dict[str, Any]:
-    out: dict[str, Any] = {"sums": {}, "copies": {}, "shapes": {}, "unread": {}}
+    out: dict[str, Any] = {"replica": 0, "sums": {}, "copies": {}, "shapes": {}, "unread": {}}
     for piece in pieces(model, rank):
         if isinstance(piece, Unread):
             out["unread"][piece.name] = piece.reason
@@ -393,6 +393,12 @@ def test_shards_fusions_copies_and_padding_add_up_to_the_whole(size: int) -> Non
     assert held.digest == digest
     assert {t["name"]: tuple(t["shape"]) for t in held.tensors} == {n: tuple(t.shape) for n, t in whole.items()}
     assert (held.differing, held.unread) == ([], {})
+
+
+def test_data_parallel_replicas_are_not_added_up() -> None:
+    whole = whole_model()
+    first = answer(rank_model(whole, 1, 0), 0)
+    assert added_up([first, {**first, "replica": 1}]).digest == state_digest(whole)[0]
 
 
 @pytest.mark.parametrize(("module", "size"), [("attn.qkv_proj", 1), ("mlp.down_proj", 2), ("embed_tokens", 4)])

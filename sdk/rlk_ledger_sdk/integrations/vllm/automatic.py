@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlk_ledger_sdk.api import current
+from rlk_ledger_sdk.config import disabled
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.vllm import scheduler
 from rlk_ledger_sdk.integrations.vllm.steps import Steps
@@ -23,6 +24,8 @@ _requested: dict[str, dict[str, Any]] = {}
 def install(variable: str, attach_all: bool) -> None:
     """Prepares this process, whichever of vLLM's it is. `variable` names the environment variable that asked."""
     _prepare_cpu()
+    if disabled():
+        return
     _extend_workers()
     _extend_core(_engine_name(variable))
     _remember_arguments()

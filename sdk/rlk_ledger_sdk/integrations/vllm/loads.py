@@ -20,7 +20,8 @@ class Held(NamedTuple):
 
 
 def added_up(answers: Sequence[Mapping[str, Any]]) -> Held:
-    """One digest of the answers of every worker (`worker.weights_held`)."""
+    """One digest of the answers of every worker (`worker.weights_held`) of the first data-parallel replica."""
+    answers = [answer for answer in answers if answer["replica"] == answers[0]["replica"]]
     totals: dict[str, list[int]] = {}
     shapes: dict[str, list[Any]] = {}
     unread: dict[str, str] = {}

@@ -17,13 +17,14 @@ QUALIFIED = "rlk_ledger_sdk.integrations.vllm.worker.LedgerExtension"
 def weights_held(worker: Any, wire_dtype: str | None = None) -> dict[str, Any]:
     """The sums of every canonical tensor this worker holds, in its own dtype or in `wire_dtype` (`bfloat16`, ...).
 
-    Returns {rank, tp_rank, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]}, unread: {name: reason},
+    Returns {rank, replica, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]}, unread: {name: reason},
     adapters: {id: digest}}.
     `copies` are sums of what another rank counts: they must agree with that rank's.
     """
     torch = sys.modules["torch"]
     tp_rank = _tp_rank(worker)
-    out: dict[str, Any] = {"rank": worker.rank, "tp_rank": tp_rank, "sums": {}, "copies": {}, "shapes": {}}
+    replica = int(worker.vllm_config.parallel_config.data_parallel_rank)
+    out: dict[str, Any] = {"rank": worker.rank, "replica": replica, "sums": {}, "copies": {}, "shapes": {}}
     unread: dict[str, str] = {}
     dtype = None if wire_dtype is None else getattr(torch, wire_dtype)
     with torch.inference_mode():
