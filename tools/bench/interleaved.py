@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 BAR = 0.01
 """Share of the job's own time that recording may add."""
 RESAMPLES = 10_000
-CLOCKED = 10
+CLOCKED = 20
 """Passes on the clock."""
+FEWEST = 20
+"""Pairs below which nothing is said about the bar."""
 
 
 class Spent(NamedTuple):
@@ -36,15 +38,18 @@ class Side(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A share added by recording, with its 95 % interval."""
+    """A share added by recording, with its 95 % interval over `count` observations."""
 
     value: float
     low: float
     high: float
+    count: int
 
     @property
     def verdict(self) -> str:
         """What the interval says about the bar."""
+        if self.count < FEWEST:
+            return "too few passes"
         if self.high <= BAR:
             return "within the bar"
         return "ABOVE the bar" if self.low > BAR else "not resolvable here"
@@ -129,7 +134,7 @@ def bootstrapped(values: list[float], seed: int = 0) -> Share:
     draw = random.Random(seed)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
-    return Share(statistics.median(values), low, high)
+    return Share(statistics.median(values), low, high, len(values))
 
 
 def interleave(off: Side, on: Side, clock: Clock, pairs: int, warm_up: int = 2) -> Pairs:
