@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rlk_ledger_sdk.api import current
-from rlk_ledger_sdk.config import disabled
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.vllm import scheduler
 from rlk_ledger_sdk.integrations.vllm.steps import Steps
 from rlk_ledger_sdk.integrations.vllm.worker import LedgerExtension
+from rlk_ledger_sdk.modes import disabled
 
 ENGINE = "rollout-0"
 _requested: dict[str, dict[str, Any]] = {}
@@ -27,7 +27,7 @@ def install(variable: str, attach_all: bool) -> None:
     if disabled():
         return
     _extend_workers()
-    _extend_core(_engine_name(variable))
+    _extend_core(_engine_name(variable) or (ENGINE if attach_all else None))
     _remember_arguments()
     if attach_all:
         _attach_to_all(variable)
@@ -38,9 +38,9 @@ def requested(config: Any) -> dict[str, Any]:
     return _requested.get(str(getattr(config, "instance_id", "")), {})
 
 
-def _engine_name(variable: str) -> str:
+def _engine_name(variable: str) -> str | None:
     value = os.environ.get(variable, "")
-    return ENGINE if value in ("", "1", "true") else value
+    return None if value in ("", "1", "true") else value
 
 
 def _prepare_cpu() -> None:
@@ -61,7 +61,7 @@ def _extend_workers() -> None:
             setattr(wrapper, name, method)
 
 
-def _extend_core(engine: str) -> None:
+def _extend_core(engine: str | None) -> None:
     """Lets an engine core that has a process of its own tell its settings and record its steps.
 
     vLLM loads plugins while that core is being built, before its scheduler is.
@@ -114,7 +114,7 @@ def _attach_to_all(variable: str) -> None:
         from rlk_ledger_sdk.integrations.vllm.attach import attach
 
         with guarded("vllm engine"):
-            attach(self, engine=_engine_name(variable))
+            attach(self, engine=_engine_name(variable) or ENGINE)
 
     kinds: tuple[Any, ...] = (LLMEngine, AsyncLLM)
     for kind in kinds:

@@ -5,7 +5,7 @@ import os
 VARIABLE = "RLK_VLLM"
 """0 or unset: nothing. Anything else: record every engine of the process; other than 1 it is the engine's name."""
 WORKERS = "RLK_VLLM_WORKERS"
-"""Set by `enable()`: prepare engine cores and workers, attach to nothing by itself."""
+"""Set by `enable()` to the engine's name or 1: prepare engine cores and workers, attach to nothing by itself."""
 _active = False
 
 
@@ -21,12 +21,13 @@ def register() -> None:
     automatic.install(VARIABLE if asked else WORKERS, attach_all=asked)
 
 
-def enable() -> None:
+def enable(engine: str | None = None) -> None:
     """Prepares this process, and those vLLM starts from it, for `attach`: call it before the engine is built.
 
-    An engine whose workers are other processes cannot be asked for digests and settings without it.
+    An engine whose workers are other processes cannot be asked for digests and settings without it. engine: the
+    instance name given to `attach`, for what an engine core in a process of its own records.
     """
-    os.environ[WORKERS] = "1"
+    os.environ[WORKERS] = engine or "1"
     register()
 
 

@@ -26,9 +26,9 @@ class Prefill(NamedTuple):
 class Steps:
     """Watches one scheduler. Owned by the thread that calls `schedule`."""
 
-    def __init__(self, engine: str, prefix: str) -> None:
+    def __init__(self, engine: str | None, prefix: str) -> None:
         self._prefills: dict[str, Prefill] = {}
-        self._engine = engine
+        self._labels = {"order": "scheduler", "phase": "prefill"} | ({} if engine is None else {"engine": engine})
         self._prefix = prefix
         self._layouts = (f"{prefix}-{os.getpid()}-step{i}" for i in itertools.count())
         self._names: dict[str, str] = {}
@@ -100,5 +100,5 @@ class Steps:
             sequence_lengths=lengths,
             padding_side="none",
             packing=True,
-            labels={"engine": self._engine, "order": "scheduler", "phase": "prefill"},
+            labels=self._labels,
         )
