@@ -6,7 +6,7 @@ from rlk_ledger_sdk.integrations.megatron.modules import dtypes_of, name_of
 
 
 def logprob_body(model: Any, logits: Any, temperature: float, vocabulary: tuple[int, int]) -> dict[str, Any]:
-    """The logprob contract of these logits: dtypes as seen, temperature as the caller divides by it.
+    """The logprob contract of these logits: dtypes as seen (none without logits), temperature as the caller's.
 
     Megatron's softmax sums over every entry of the padded vocabulary unless the caller masks them.
     """
@@ -17,8 +17,8 @@ def logprob_body(model: Any, logits: Any, temperature: float, vocabulary: tuple[
         "top_p": 1.0,
         "top_k": -1,
         "compute_dtype": compute_dtype(model),
-        "head_dtype": head_dtype(model, logits),
-        "logits_dtype": name_of(logits.dtype),
+        "head_dtype": None if logits is None else head_dtype(model, logits),
+        "logits_dtype": None if logits is None else name_of(logits.dtype),
         "padded_vocab": size,
         "padded_vocab_policy": "include" if counted == size else "mask",
         "alignment": "token_i_given_before_i",

@@ -118,6 +118,7 @@ class Scoring:
 
         With context parallelism each tensor holds this rank's tokens, in memory order. They are recorded as they are,
         beside the partials of the hook; without this call the values of a tensor-parallel pass are the merged partials.
+        Where a fused loss never makes logits, they are the record.
         """
         with guarded("megatron.scoring"):
             if self._seen is None:
@@ -161,9 +162,10 @@ class Scoring:
 
     def _contract(self, logits: Any) -> str:
         """The contract of these logits, read from the model once a pass and dtype: it walks every parameter."""
-        known = self._contracts.get(logits.dtype)
+        dtype = None if logits is None else logits.dtype
+        known = self._contracts.get(dtype)
         if known is None:
-            known = self._contracts[logits.dtype] = self._watch.logprob_contract(logits, self._temperature)
+            known = self._contracts[dtype] = self._watch.logprob_contract(logits, self._temperature)
         return known
 
     def settle(self) -> None:
@@ -171,21 +173,23 @@ class Scoring:
         seen, self._seen = self._seen, None
         if seen is None:
             return
-        if seen.held is None:
+        if seen.held is None and seen.values is None:
             raise UsageError(
                 f"scoring: {seen.layout_id} was announced and no forward reached the output layer; the pass of its "
                 f"{len(seen.layout.rows)} samples is not recorded."
             )
         counts = [sum(span.tokens for span in spans) for spans in seen.spans]
-        host = Partials(*(tensor.cpu() for tensor in seen.held))
-        given: Sequence[Any] = seen.values if seen.values is not None else [None] * len(counts)
-        for row, spans, held, values in zip(seen.layout.rows, seen.spans, host.split(counts), given):
+        nothing: list[Any] = [None] * len(counts)
+        parts: Sequence[Any] = nothing
+        if seen.held is None:  # a fused loss: the logits never were, and the engine's own values are all there is
+            seen.whole, seen.contract = True, self._contract(None)
+        else:
+            parts = Partials(*(tensor.cpu() for tensor in seen.held)).split(counts)
+        for row, spans, held, values in zip(seen.layout.rows, seen.spans, parts, seen.values or nothing):
             for fields in self._events(seen, row, spans, held, values):
                 record("logprobs", **fields)
 
-    def _events(
-        self, seen: _Seen, row: Row, spans: list[Span], held: Partials, values: Any
-    ) -> Iterator[Mapping[str, Any]]:
+    def _events(self, seen: _Seen, row: Row, spans: list[Span], held: Any, values: Any) -> Iterator[Mapping[str, Any]]:
         place = self._watch.place
         common = {
             "sample_id": row.sample_id,
@@ -212,7 +216,7 @@ class Scoring:
                 done += span.tokens
 
 
-def _whole(place: Place, spans: list[Span], held: Partials, values: Any) -> dict[str, Any]:
+def _whole(place: Place, spans: list[Span], held: Any, values: Any) -> dict[str, Any]:
     """Values that need no other tensor rank; context-parallel ranks say which response tokens are theirs."""
     fields: dict[str, Any] = {"values": held.logprobs() if values is None else values}
     fields["metadata_source"] = {"values": "derived" if values is None else "measured"}
