@@ -73,7 +73,7 @@ async def asynchronous(model: str) -> None:
 
     await one("left", PROMPTS[0], sampling(n=1, max_tokens=400, output_kind=kinds[0]), leave_after=3)
     for i in range(10**9):
-        params = [sampling(output_kind=kind, seed=i) for kind in kinds]
+        params = [sampling(output_kind=kind) for kind in kinds]
         await asyncio.gather(*(one(f"r{i}-{k}", PROMPTS[1], p) for k, p in enumerate(params)))
         if i == 1:
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": model})
