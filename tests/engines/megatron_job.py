@@ -65,7 +65,8 @@ def open_recorder(job: dict[str, Any]) -> None:
 def score_pass(job: dict[str, Any], model: Any, watch: Any) -> list[list[float]]:
     """The log-prob pass; returns the engine's own values."""
     scores = []
-    with watch.scoring("logprob", weight_version=job["version"], reduce=job.get("reduce", False)) as scored:
+    how = {name: job.get(name, False) for name in ("reduce", "values_follow")}
+    with watch.scoring("logprob", weight_version=job["version"], **how) as scored:
         for part in micro_batches(job):
             batch = batch_of(part)
             announce(scored, part, batch)

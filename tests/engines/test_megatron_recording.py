@@ -230,6 +230,21 @@ def test_values_the_engine_gives_are_recorded_as_they_are(job: Callable[..., Any
     assert errors(run) == {}
 
 
+def test_announced_values_are_recorded_under_the_contract_of_the_logits(job: Callable[..., Any]) -> None:
+    """Claim: a rank that was told values follow records them, bits and contract, as one that computed its own."""
+    both = [job(1, give_values=True, values_follow=follow) for follow in (False, True)]
+    told = [
+        {
+            e["sample_id"]: (e["values"].data, e["contract_id"], e["metadata_source"])
+            for e in run.events("logprobs")
+            if e["source"] == "training" and e["pass_id"] == "logprob"
+        }
+        for run in both
+    ]
+    assert told[0] == told[1]
+    assert len(told[0]) == len(runs.samples())
+
+
 def test_reduced_values_need_no_other_rank(job: Callable[..., Any]) -> None:
     """Claim: with `reduce=True` each rank holds the whole value, equal to the engine's own to float32 rounding."""
     run = job(2, reduce=True, exported=True)

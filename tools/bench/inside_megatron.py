@@ -74,12 +74,13 @@ class Training:
 
     def _recorded_step(self) -> None:
         for pass_id in ("logprob", "train"):
-            with self._watch.scoring(pass_id, weight_version="v0") as scored:
+            follow = pass_id == "logprob"
+            with self._watch.scoring(pass_id, weight_version="v0", values_follow=follow) as scored:
                 for at, batch in enumerate(self._batches()):
                     names = [f"{at}-{i}" for i in range(len(batch.prompts))]
                     masks = [[1] * size for size in batch.responses]
                     scored.batch(names, batch.rows, batch.responses, masks, padded_to=batch.ids.shape[1])
-                    if pass_id == "logprob":
+                    if follow:
                         scored.values(self._engine.score(self.model, batch))
                     else:
                         self._learner.backward(batch, [1.0] * len(batch.prompts))

@@ -73,6 +73,7 @@ class Scoring:
         source: str,
         temperature: float,
         group: Any,
+        values_follow: bool = False,
     ) -> None:
         self._watch = watch
         self._vocabulary = vocabulary
@@ -81,6 +82,7 @@ class Scoring:
         self._source = source
         self._temperature = temperature
         self._group = group
+        self._values_follow = values_follow
         self._seen: _Seen | None = None
         self._contracts: dict[Any, str] = {}
 
@@ -149,6 +151,9 @@ class Scoring:
                 f"scoring: logits are {tuple(logits.shape)}, the announced batch needs {needed} positions of "
                 f"{1 + max(span.row for span in spans)} rows; say `packed` and `padded_to` as the engine lays it out."
             )
+        seen.contract = self._contract(logits)
+        if self._values_follow and seen.whole:
+            return
         targets = [
             token
             for row, held in zip(seen.layout.rows, seen.spans)
@@ -158,7 +163,6 @@ class Scoring:
         seen.held = partials(logits, spans, targets, seen.ranges[0], self._temperature)
         if self._group is not None and not seen.whole:
             seen.held, seen.whole = reduced(seen.held, self._group), True
-        seen.contract = self._contract(logits)
 
     def _contract(self, logits: Any) -> str:
         """The contract of these logits, read from the model once a pass and dtype: it walks every parameter."""
@@ -174,15 +178,16 @@ class Scoring:
         if seen is None:
             return
         if seen.held is None and seen.values is None:
+            what = "its values did not follow" if seen.contract else "no forward reached the output layer"
             raise UsageError(
-                f"scoring: {seen.layout_id} was announced and no forward reached the output layer; the pass of its "
-                f"{len(seen.layout.rows)} samples is not recorded."
+                f"scoring: {seen.layout_id} was announced and {what}; the pass of its {len(seen.layout.rows)} samples "
+                "is not recorded."
             )
         counts = [sum(span.tokens for span in spans) for spans in seen.spans]
         nothing: list[Any] = [None] * len(counts)
         parts: Sequence[Any] = nothing
-        if seen.held is None:  # a fused loss: the logits never were, and the engine's own values are all there is
-            seen.whole, seen.contract = True, self._contract(None)
+        if seen.held is None:  # the engine's own values are all there is; a fused loss never makes logits
+            seen.whole, seen.contract = True, seen.contract or self._contract(None)
         else:
             parts = Partials(*(tensor.cpu() for tensor in seen.held)).split(counts)
         for row, spans, held, values in zip(seen.layout.rows, seen.spans, parts, seen.values or nothing):

@@ -43,13 +43,16 @@ class Watch:
         source: str = "training",
         temperature: float | None = None,
         reduce: bool = False,
+        values_follow: bool = False,
     ) -> Iterator[Scoring]:
         """Records the log-probabilities of every micro-batch that is announced and run inside the block.
 
         pass_id: names the pass ("logprob", "train", ...); passes are separate series. weight_version: the weights the
         model holds now. temperature: what the logits are divided by before the softmax (attach's by default). reduce:
         also compute the values here, by two all-reduces over the tensor group a micro-batch, which every tensor rank
-        must then enter; without it nothing is communicated and each rank records its partials.
+        must then enter; without it nothing is communicated and each rank records its partials. values_follow: the
+        caller gives every micro-batch's values to `scored.values`, so a rank that holds the whole vocabulary computes
+        nothing of its own.
         """
         heat = self._temperature if temperature is None else temperature
         group = _groups()["tp"] if reduce and self.place.tp.size > 1 else None
@@ -61,6 +64,7 @@ class Watch:
             source=source,
             temperature=float(heat),
             group=group,
+            values_follow=values_follow,
         )
         with self._hooked(scored):
             yield scored
