@@ -1,4 +1,4 @@
-"""vLLM with engine core and workers in processes of their own: what they record, and what is left of them when killed."""
+"""vLLM with engine core and workers in processes of their own: what they record, and what is left after a kill."""
 
 import importlib.resources
 import json
@@ -36,6 +36,7 @@ def job(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
         "RLK_RUN_ID": RUN,
         "RLK_SPOOL": str(folder / "spool"),
         "RLK_SHIPPER": "off",
+        "RLK_VLLM": "rollout-7" if arguments[0] == "async" else "0",
     }
     script = Path(__file__).with_name("vllm_job.py")
     with (
@@ -124,7 +125,9 @@ def test_two_tensor_ranks_and_a_killed_worker(tmp_path: Path) -> None:
     )
 
 
-def test_an_async_engine_killed_at_once_with_all_its_processes(tmp_path: Path) -> None:
+def test_an_async_engine_recorded_by_the_plugin_alone_and_killed_at_once_with_all_its_processes(
+    tmp_path: Path,
+) -> None:
     acknowledged: list[str] = []
     tokens: dict[str, list[int]] = {}
     with job(tmp_path, "async", str(MODEL), "1") as process:
@@ -139,6 +142,9 @@ def test_an_async_engine_killed_at_once_with_all_its_processes(tmp_path: Path) -
     samples = {e["sample_id"]: (w, e, a) for w, e, a in events(ledger, "rollout.sample")}
     assert set(acknowledged) <= set(samples)
     assert all(samples[name][2]["response_token_ids"].tolist() == ids for name, ids in tokens.items())
+    assert {e["engine"] for _, e, _ in samples.values()} == {"rollout-7"}
+    knobs = {e["path"]: e for _, e, _ in events(ledger, "knob.applied")}
+    assert knobs["scheduler.max_num_batched_tokens"]["requested"] == 64
     left = samples["left-0"][1]
     assert (left["status"], left["finish_reason"]) == ("aborted", "abort")
     spans = [samples[name][1]["weight_spans"][0]["version"] for name in ("r0-0-0", "r3-2-1")]

@@ -45,14 +45,13 @@ def synchronous(model: str, ranks: int) -> None:
 
 
 async def asynchronous(model: str) -> None:
+    """No line of it knows of the recorder: RLK_VLLM asks for it."""
     from vllm import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rlk_ledger.integrations.vllm import attach
-
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **OPTIONS))
-    watch = attach(engine, weight_version="step-0")
+    await engine.update_weight_version("step-0")
     kinds = (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
 
     async def one(name: str, prompt: list[int], params: Any, leave_after: int | None = None) -> None:
@@ -79,7 +78,6 @@ async def asynchronous(model: str) -> None:
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": model})
             await engine.reset_prefix_cache()
             await engine.update_weight_version("step-1")
-    watch.detach()
 
 
 def main() -> None:
@@ -87,12 +85,12 @@ def main() -> None:
     from rlk_ledger.integrations.vllm import enable
 
     kind, model, ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    rlk_ledger.init(role="rollout")
-    enable()
     try:
         if kind == "async":
             asyncio.run(asynchronous(model))
         else:
+            rlk_ledger.init(role="rollout")
+            enable("rollout-0")
             synchronous(model, ranks)
     except Exception as error:
         say(died=type(error).__name__)
