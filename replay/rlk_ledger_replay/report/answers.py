@@ -137,9 +137,9 @@ def _add(answer: Answer, fields: Fields) -> None:
 
 
 def _settled(answer: Answer) -> Answer:
-    """Errors first; of several attempts at an arm the last one; arms in their usual order."""
+    """Errors first; of several attempts at an arm the last one; arms in their usual order, live engines' left out."""
     answer.findings.sort(key=lambda f: _RANK.get(str(f.get("severity")), 3))
-    last = {fields.get("arm"): fields for fields in answer.arms}
+    last = {fields.get("arm"): fields for fields in answer.arms if not str(fields.get("arm")).startswith("live:")}
     answer.arms = sorted(last.values(), key=lambda f: (_place(str(f.get("arm"))), str(f.get("arm"))))
     return answer
 

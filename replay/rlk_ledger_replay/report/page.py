@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from rlk_ledger_replay.report import figures, headline, splits, text
+from rlk_ledger_replay.report import figures, headline, live, splits, text
 from rlk_ledger_replay.report.answers import Interval
 from rlk_ledger_replay.report.figures import Measured
 from rlk_ledger_replay.report.gather import Report, commands
@@ -54,6 +54,8 @@ def render(report: Report) -> str:
         shown=ROWS,
         points=figures.POINTS,
         links=report.lead.links(),
+        engines=live.engines(report.lead),
+        chains=live.chains(report.lead),
         commands=commands(report),
         **_figures(report),
     )

@@ -38,11 +38,15 @@ class Batches:
 
 
 class Layouts:
-    """The recorded layouts of a run, by writer and layout id."""
+    """The recorded layouts of a run, by writer and layout id; by id alone where one rank tells it for all."""
 
     def __init__(self, history: History) -> None:
         """Reads every `batch.layout` and which samples exist."""
         self._facts = {(fact.writer_id, fact.fields["layout_id"]): fact.fields for fact in history.of("batch.layout")}
+        by_id: dict[str, list[dict[str, Any]]] = {}
+        for (_, layout), fields in self._facts.items():
+            by_id.setdefault(layout, []).append(fields)
+        self._told = {layout: found[0] for layout, found in by_id.items() if all(one == found[0] for one in found)}
         self._samples: dict[str, list[Sample]] = {}
         for sample in history.samples:
             self._samples.setdefault(sample.sample_id, []).append(sample)
@@ -71,7 +75,8 @@ class Layouts:
         sides: set[Any] = set()
         for pair in pairs:
             score = (pair.rollout_series if side == "rollout" else pair.training_series).first
-            found = self._facts.get((score.writer_id, score.layout_id or ""))
+            layout = score.layout_id or ""
+            found = self._facts.get((score.writer_id, layout)) or self._told.get(layout)
             if found is None:
                 return [], "none", "no batch layout was recorded for its values"
             if found.get("packing"):
@@ -79,7 +84,7 @@ class Layouts:
             order = self._order(found, pair.sample)
             if order is None:
                 return [], "none", f"layout {score.layout_id} names samples that were not recorded whole"
-            orders[score.writer_id, str(score.layout_id)] = order
+            orders[layout, str(pair.sample.step)] = order
             sides.add(found.get("padding_side"))
         if len(sides) > 1:
             return [], "none", "its batches were padded on different sides"

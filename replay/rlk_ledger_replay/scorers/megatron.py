@@ -203,7 +203,13 @@ def follow(job_file: str, store: str, rank: int) -> None:
 
 
 def _open(job: Job) -> MegatronEngine:
-    """Rank 0, after it started the others; they end with this process."""
+    """Rank 0, after it started the others; they end with this process.
+
+    Raises what a missing engine or a model it cannot hold raises, before any rank is started.
+    """
+    import megatron.core  # noqa: F401
+
+    megatron_model.check(load_checkpoint(job.folder).config, job.tensor_parallel)
     job_file = sys.argv[1]
     store = f"{job_file}.ranks"
     for rank in range(1, job.tensor_parallel):

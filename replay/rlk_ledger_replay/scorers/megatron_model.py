@@ -31,15 +31,19 @@ def on_cpu() -> None:
     random.CudaRNGStatesTracker.fork = forked
 
 
-def build(config: ModelConfig, dtype: torch.dtype, ranks: int, device: torch.device) -> Any:
-    """An uninitialised model of this tensor-parallel rank; raises Unsupported for what it cannot express."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
+def check(config: ModelConfig, ranks: int) -> None:
+    """Raises Unsupported for what this model cannot express."""
     if config.kv_heads % ranks:
         raise Unsupported(f"{config.kv_heads} key heads cannot be split over {ranks} tensor-parallel ranks")
     if config.output_bias or config.rope_scaling.kind == "linear":
         raise Unsupported("a bias on the output projection or linear rope scaling is not mapped to Megatron-core")
+
+
+def build(config: ModelConfig, dtype: torch.dtype, ranks: int, device: torch.device) -> Any:
+    """An uninitialised model of this tensor-parallel rank."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
     scaled = config.rope_scaling.kind == "llama3"
     model = GPTModel(

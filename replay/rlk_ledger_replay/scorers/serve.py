@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -65,6 +66,8 @@ def die_with_parent() -> None:
     """Asks the kernel to end this process when the one that started it is gone (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:  # it was gone before the kernel was asked
+        os._exit(1)
 
 
 def told(error: BaseException) -> str:
