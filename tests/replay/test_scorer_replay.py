@@ -22,7 +22,7 @@ from rlk_ledger.history import load_history
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.pairs import PairedSample, pair
 from rlk_ledger_replay import screen
-from rlk_ledger_replay.arms import References
+from rlk_ledger_replay.arms import ARMS, References
 from rlk_ledger_replay.decoder import Decoder
 from rlk_ledger_replay.floor import floor_moment, floors
 from rlk_ledger_replay.intervals import draw
@@ -30,6 +30,10 @@ from rlk_ledger_replay.live import findings, judge_live
 from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_replay.preparation import Request
 from rlk_ledger_replay.replay_command import replay as command
+from rlk_ledger_replay.report import live as shown
+from rlk_ledger_replay.report.answers import Answer as Answered
+from rlk_ledger_replay.report.gather import gather
+from rlk_ledger_replay.report.page import render
 from rlk_ledger_replay.run import ReplayResult, replay
 from rlk_ledger_replay.scorers.child import Answer, run_child
 from rlk_ledger_replay.scorers.engines import Live, parse_pythons, parse_scorers
@@ -161,9 +165,21 @@ def test_a_live_engine_changes_neither_shares_nor_decision_and_everything_is_rec
     assert ledger.sql(f"select count(*) from logprobs where source = '{source}'").fetchall() == [(8,)]
     kept = [fields for _, _, fields, _ in ledger.read_events("r1", types=["verdict.reached"])]
     assert set(kept[-1]["evidence"]["live"]["scorers"]) == set(scorers)
+    report = gather(ledger, "r1")
+    assert [one.name for one in shown.engines(report.lead)] == ["reference@rollout", "reference"]
+    assert [one.name for one in shown.chains(report.lead)] == ["reference@rollout"]
+    assert {arm["arm"] for arm in report.lead.arms} == set(ARMS), "the four arms stay four"
+    assert "Chain decomposition by reference@rollout" in render(report)
     text = Console(width=100, record=True, file=io.StringIO())
     screen.show(result, ledger.url, text)
     assert "chain by reference@rollout" in text.export_text()
+
+
+@pytest.mark.parametrize("live", [3, [], {"scorers": {"x": 3, "y": {"statements": 5}}, "attempts": "a", "chain": 1}])
+def test_a_report_leaves_out_evidence_of_another_shape(live: Any) -> None:
+    answer = Answered("w", verdict={"evidence": {"live": live}})
+    assert [one.name for one in shown.engines(answer)] == (["y"] if isinstance(live, dict) else [])
+    assert shown.chains(answer) == []
 
 
 def test_the_links_of_the_live_chain_add_up_and_their_parts_to_one(make_run: Make) -> None:

@@ -44,7 +44,7 @@ class Chain:
 def engines(answer: Answer) -> list[Engine]:
     """The live engines of an answer; empty where none was asked for."""
     live = _fields(answer.evidence.get("live"))
-    attempts = [_fields(one) for one in live.get("attempts") or [] if isinstance(one, dict)]
+    attempts = _listed(live.get("attempts"))
     return [_engine(str(name), one, attempts) for name, one in _named(live.get("scorers"))]
 
 
@@ -55,7 +55,7 @@ def chains(answer: Answer) -> list[Chain]:
 
 
 def _engine(name: str, one: Fields, attempts: list[Fields]) -> Engine:
-    told = next((_fields(s) for s in one.get("statements") or [] if isinstance(s, dict)), {})
+    told = next(iter(_listed(one.get("statements"))), {})
     ran = " ".join(str(told[key]) for key in ("engine", "version", "dtype", "device") if told.get(key))
     again = _fields(one.get("reproduction"))
     equal = again.get("equal")
@@ -99,6 +99,10 @@ def _named(value: Any) -> Iterator[tuple[str, Fields]]:
     for name, one in _fields(value).items():
         if isinstance(one, dict):
             yield name, one
+
+
+def _listed(value: Any) -> list[Fields]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _fields(value: Any) -> Fields:
