@@ -7,6 +7,7 @@ all of them and for nothing else.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def run(
     """Runs the processes one after the other; what fails is an attempt, never an exception."""
     scores = LiveScores(live.scorers)
     for task in found:
-        python = live.pythons.get(task.wanted.engine.name, "")
+        python = live.pythons.get(task.wanted.engine.name) or sys.executable
         answer = run_child(task.wanted.engine.module, task.job, python=python, timeout=live.timeout, advance=advance)
         _collect(task, answer, tokens, scores)
     return scores
