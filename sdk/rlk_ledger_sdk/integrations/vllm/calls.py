@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-_LOADS = frozenset({"reload_weights", "finish_weight_update", "load_weights", "update_weights_from_path"})
+_LOADS = ("reload_weights", "update_weight", "load_weights", "receive_weights", "sync_weights", "finish_weight_update")
 
 
 def moves_weights(method: Any) -> bool:
-    """Whether a `collective_rpc` of this method ends with other weights in the workers.
+    """Whether a `collective_rpc` of this method may end with other weights in the workers, judged by its name.
 
-    `update_weights` between `start_weight_update` and `finish_weight_update` is part of one load, which ends with the
-    last.
+    vLLM's own are `reload_weights`, `update_weights` and `finish_weight_update`; frameworks add theirs through worker
+    extensions. A load too many costs one more reading, one too few a version whose weights were not looked at.
     """
-    return isinstance(method, str) and method in _LOADS
+    return isinstance(method, str) and method.startswith(_LOADS)
 
 
 def load_path(kwargs: Mapping[str, Any] | None) -> str | None:
