@@ -15,6 +15,11 @@ def moves_weights(method: Any) -> bool:
     return isinstance(method, str) and method.startswith(_LOADS)
 
 
+def finishes(method: str) -> bool:
+    """Whether this call only ends a load of several calls."""
+    return method.startswith("finish_")
+
+
 def load_path(kwargs: Mapping[str, Any] | None) -> str | None:
     """The checkpoint such a call names, or None."""
     path = (kwargs or {}).get("weights_path")

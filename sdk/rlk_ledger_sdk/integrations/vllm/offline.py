@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlk_ledger_sdk.guard import guarded
-from rlk_ledger_sdk.integrations.vllm.calls import load_path, moves_weights
+from rlk_ledger_sdk.integrations.vllm.calls import finishes, load_path, moves_weights
 from rlk_ledger_sdk.integrations.vllm.watch import Watch
 
 
@@ -84,7 +84,7 @@ def _calling(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
             if watch.versions.must_settle_first:
                 _settle(watch)
         result = original(method, timeout, args, kwargs)
-        watch.versions.loaded(load_path(kwargs))
+        watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
         return result
 
     return collective_rpc

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from rlk_ledger_sdk.guard import guarded
-from rlk_ledger_sdk.integrations.vllm.calls import load_path, moves_weights
+from rlk_ledger_sdk.integrations.vllm.calls import finishes, load_path, moves_weights
 from rlk_ledger_sdk.integrations.vllm.watch import Watch
 
 
@@ -75,7 +75,7 @@ def _calling(watch: Watch, started: _Starting, original: Callable[..., Any]) -> 
         if watch.versions.must_settle_first:
             await started()
         result = await original(method, timeout, args, kwargs)
-        watch.versions.loaded(load_path(kwargs))
+        watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
         return result
 
     return collective_rpc

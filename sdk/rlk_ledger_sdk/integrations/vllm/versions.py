@@ -36,8 +36,13 @@ class Versions:
         """Whether a load that begins now would make the current generation unreadable before it was recorded."""
         return self.unsettled and self._seen_load and self.current is not None
 
-    def loaded(self, path: str | None) -> None:
-        """Weights were loaded; a name given just before, that nothing has used yet, is theirs."""
+    def loaded(self, path: str | None, *, finishing: bool = False) -> None:
+        """Weights were loaded; a name given just before, that nothing has used yet, is theirs.
+
+        finishing: the call ends a load whose parts were calls of their own; it begins none where one is going on.
+        """
+        if finishing and self.unsettled and self.current is None:
+            return
         if self._seen_load or not self.unsettled:
             self._labels.append(None)
         self._seen_load, self.unsettled, self.path = True, True, path
