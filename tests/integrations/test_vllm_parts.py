@@ -15,7 +15,7 @@ from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import sum64x2_digest
 from rlk_ledger_schemas.metrics import VALUE_CLASSES
 from rlk_ledger_sdk.integrations.vllm import names
-from rlk_ledger_sdk.integrations.vllm.calls import moves_weights
+from rlk_ledger_sdk.integrations.vllm.calls import finishes, moves_weights
 from rlk_ledger_sdk.integrations.vllm.held import Piece, Unread, pieces, sums
 from rlk_ledger_sdk.integrations.vllm.loads import added_up
 from rlk_ledger_sdk.integrations.vllm.requests import InFlight
@@ -162,11 +162,12 @@ def test_a_load_nobody_named_hides_the_version() -> None:
 def test_an_update_in_several_calls_is_one_version_and_its_cache_its_own() -> None:
     versions = Versions("v0")
     versions.unsettled = False
-    for method in ("start_weight_update", "update_weights", "update_weights", "finish_weight_update"):
-        if moves_weights(method):
+    for method in ("start_weight_update", "update_weights", "update_weights", "reset", "finish_weight_update"):
+        if method == "reset":
+            versions.flushed()
+        elif moves_weights(method):
             assert not versions.must_settle_first
-            versions.loaded(None)
-    versions.flushed()
+            versions.loaded(None, finishing=finishes(method))
     versions.named("v1")
     assert (versions.current, versions.cache_writer, versions.caches_flushed) == ("v1", "v1", True)
 
