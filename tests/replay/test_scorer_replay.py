@@ -37,6 +37,7 @@ from rlk_ledger_replay.report.page import render
 from rlk_ledger_replay.run import ReplayResult, replay
 from rlk_ledger_replay.scorers.child import Answer, run_child
 from rlk_ledger_replay.scorers.engines import Live, parse_pythons, parse_scorers
+from rlk_ledger_replay.scorers.held import head_product
 from rlk_ledger_replay.scorers.layouts import Layouts
 from rlk_ledger_replay.scorers.plan import Attempt, LiveScores
 from rlk_ledger_replay.scorers.protocol import Guard, Job, Layout, Pass, sequence
@@ -127,6 +128,21 @@ def test_what_an_engine_holds_is_compared_with_the_checkpoint(transformers32: An
     found = {guard.name: guard for guard in other.statement.guards}["weights.held"]
     assert found.status == "failed", "the digest the job names is that of another checkpoint"
     assert found.evidence["digest"] != found.evidence["expected"]
+
+
+def test_the_head_rounds_where_it_is_declared_to_and_nowhere_else() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (5, 40))
+    exact = hidden.double() @ weight.double().T
+    wide = head_product(hidden, weight, torch.bfloat16, torch.float32)
+    assert wide.dtype == torch.float32
+    assert (wide.double() - exact).abs().max() < 1e-4, "operands that are bf16 already lose nothing"
+    narrow = head_product(hidden, weight, torch.bfloat16, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    assert (narrow.double() - exact).abs().max() > 1e-3, "the product is rounded"
+    rounded = head_product(hidden.float() * 1.001, weight, torch.bfloat16, torch.float32)
+    kept = head_product(hidden.float() * 1.001, weight, torch.float32, torch.float32)
+    assert not torch.equal(rounded, kept), "operands are rounded to the head's dtype"
 
 
 def test_the_reference_in_a_process_of_its_own_gives_the_same_bits() -> None:

@@ -1,4 +1,4 @@
-"""Whether an engine holds the weights it was given: digests over what was read back from it."""
+"""What scorers share that touches tensors: whether an engine holds the weights it was given, and a declared head."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def held_guard(held: Mapping[str, torch.Tensor], job: Job, where: str) -> Guard:
 def narrows(held: torch.dtype, published: torch.dtype) -> bool:
     """Whether a tensor published in one dtype loses bits when it is held in the other."""
     return held != published and torch.promote_types(held, published) != held
+
+
+def head_product(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: torch.dtype, logits: torch.dtype
+) -> torch.Tensor:
+    """The head's product in the declared dtypes: operands rounded to `head`, the product to `logits`; [..., V]."""
+    wide = torch.promote_types(head, logits)
+    operands = (one.to(head).to(wide) for one in (hidden_NH, weight_VH))
+    return torch.nn.functional.linear(*operands).to(logits)
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlk_ledger_replay.checkpoint import load_checkpoint
 from rlk_ledger_replay.scorers import megatron_model
-from rlk_ledger_replay.scorers.held import held_guard
+from rlk_ledger_replay.scorers.held import head_product, held_guard
 from rlk_ledger_replay.scorers.protocol import (
     Guard,
     Job,
@@ -75,6 +75,7 @@ class MegatronEngine:
         self.model: Any = megatron_model.build(self.config, getattr(torch, job.dtype), self.ranks, self.device)
         megatron_model.load(self.model, checkpoint, rank, self.ranks)
         self.head_dtype = getattr(torch, job.head or job.dtype)
+        self.logits_dtype = getattr(torch, job.logits or job.head or job.dtype)
         self.model.post_process = False  # forward ends at the last hidden state; the head follows in `_logits`
         tensors = megatron_model.held(self.model, self.config, self._gather)
         self.weights = held_guard(tensors, job, f"gathered from the parameters of {self.ranks} ranks")
@@ -87,10 +88,10 @@ class MegatronEngine:
         dtype = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}))
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         fused = [name for name in FUSIONS if getattr(config, name)]
-        head = str(self.head_dtype).removeprefix("torch.")
         knobs: dict[str, tuple[Any, Any]] = {
             "dtype": (self.job.dtype, dtype),
-            "head_dtype": (self.job.head, head),
+            "head_dtype": (self.job.head, str(self.head_dtype).removeprefix("torch.")),
+            "logits_dtype": (self.job.logits, str(self.logits_dtype).removeprefix("torch.")),
             "tensor_parallel": (self.ranks, ranks),
             "sequence_parallel": (False, config.sequence_parallel),
             "backend": (None, torch.distributed.get_backend()),
@@ -108,7 +109,6 @@ class MegatronEngine:
             guards=(
                 self.weights,
                 _guard("dtype", dtype == self.job.dtype, f"the parameters are {dtype}, not {self.job.dtype}"),
-                _guard("logits_dtype", (self.job.logits or head) == head, f"{self.job.logits} is declared, not {head}"),
                 _guard("tensor_parallel", ranks == self.ranks, f"{ranks} ranks run, {self.ranks} were asked for"),
                 _guard("fusions.off", not fused, f"{', '.join(fused)} is on"),
                 _guard("eval_mode", not self.model.training, "the model is in training mode"),
@@ -153,11 +153,10 @@ class MegatronEngine:
         tied = self.model.share_embeddings_and_output_weights
         weight = self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
         logits_SBV: torch.Tensor
-        if self.head_dtype == hidden_SBH.dtype:
+        if self.head_dtype == self.logits_dtype == hidden_SBH.dtype:
             logits_SBV = self.model.output_layer(hidden_SBH, weight=weight)[0].float()
         else:
-            wide = hidden_SBH.to(self.head_dtype)
-            logits_SBV = torch.nn.functional.linear(wide, weight.to(self.head_dtype)).float()
+            logits_SBV = head_product(hidden_SBH, weight, self.head_dtype, self.logits_dtype).float()
         columns = logits_SBV.shape[-1]
         real = self.config.vocabulary - self.rank * columns
         if real < columns:
@@ -173,8 +172,8 @@ class MegatronEngine:
 
     def _how(self) -> str:
         head = "the engine's output layer"
-        if self.head_dtype != getattr(torch, self.job.dtype):
-            head = f"the engine's last hidden state times its head in {self.job.head}, as declared"
+        if {self.head_dtype, self.logits_dtype} != {getattr(torch, self.job.dtype)}:
+            head = "the engine's last hidden state times its head, in the dtypes declared for head and logits"
         return f"full forward; {head}; vocabulary-parallel cross entropy over float32 logits"
 
     def _order(self, ranks: int) -> Guard:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlk_ledger_replay.scorers.held import held_guard
+from rlk_ledger_replay.scorers.held import head_product, held_guard
 from rlk_ledger_replay.scorers.protocol import Guard, Job, Layout, Pass, Statement, TokenSequence, plain_knobs
 from rlk_ledger_replay.scorers.serve import main
 
@@ -110,8 +110,8 @@ class TransformersEngine:
 
     def _values(self, hidden_NH: torch.Tensor, following_N: torch.Tensor, temperature: Any) -> torch.Tensor:
         """Log-probabilities of `following`, float32 [N]."""
-        head = self.model.get_output_embeddings().weight.to(self.head_dtype)
-        logits_NV = torch.nn.functional.linear(hidden_NH.to(self.head_dtype), head).to(self.logits_dtype).float()
+        weight = self.model.get_output_embeddings().weight
+        logits_NV = head_product(hidden_NH, weight, self.head_dtype, self.logits_dtype).float()
         if self.job.mode == "processed":
             logits_NV = logits_NV / temperature
         return torch.log_softmax(logits_NV, dim=-1).gather(-1, following_N[:, None])[:, 0]

@@ -178,8 +178,9 @@ def _arguments(job: Job, traces: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         "seed": 0,
     }
-    if job.head is not None and job.head != job.dtype:
-        asked["hf_overrides"] = {"head_dtype": job.head}
+    product = job.logits or job.head or job.dtype
+    if product != job.dtype:
+        asked["hf_overrides"] = {"head_dtype": product}
     if traces:
         asked["enable_trace_replay"] = True
     for name in ("attention_backend", "block_size"):

@@ -77,12 +77,13 @@ def engine_guards(job: Job, config: Any, runner: Any, scheduler: Any) -> list[Gu
 
 
 def _numerics(job: Job, runner: Any) -> list[Guard]:
+    """The engine has one dtype for the head's operands and its product; operands of the model's dtype widen exactly."""
     dtype, head = held_dtype(runner.model), head_dtype(runner.model)
-    wanted = job.head or job.dtype
-    logits = job.logits or wanted
+    operands = job.head or job.dtype
+    logits = job.logits or operands
     return [
         _guard("dtype", dtype == job.dtype, f"the parameters are {dtype}, {job.dtype} was asked for"),
-        _guard("head_dtype", head == wanted, f"the head computes in {head}, {wanted} is declared"),
+        _guard("head_dtype", operands in (head, dtype), f"the head computes in {head}, {operands} is declared"),
         _guard("logits_dtype", head == logits, f"the logits are {head}, {logits} is declared"),
     ]
 
