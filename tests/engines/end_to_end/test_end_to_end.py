@@ -17,8 +17,10 @@ import rlk_ledger
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.verify import verify
 from rlk_ledger_replay.demo.exchange import step_file, take
+from rlk_ledger_replay.preparation import Request
 from rlk_ledger_replay.result import ReplayResult
 from rlk_ledger_replay.run import replay
+from rlk_ledger_replay.scorers.engines import Live, parse_scorers
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
@@ -95,7 +97,7 @@ def test_the_record_is_whole(ledger: Ledger, name: str) -> None:
     """Intact, except where a node was lost: then what is missing is named, and nothing looks like an attack."""
     checked = verify(ledger, name)
     missing = {"rank.missing"} if BY_NAME[name].lost_rank is not None else set()
-    assert {one.finding_id for one in checked.findings if one.severity != "info"} == missing
+    assert {one.kind for one in checked.findings if one.severity != "info"} == missing
     assert checked.exit_code == (3 if missing else 0)
 
 
@@ -145,6 +147,40 @@ def test_the_stale_head_of_a_tied_model_is_named_by_its_tensor(answers: dict[str
     """A fault of the engine as it is: nothing was injected."""
     findings = [one for one in answers["tied-head"].findings if one.finding_id == "weights.differ"]
     assert [one.evidence["differing_tensors"] for one in findings] == [["lm_head.weight"]]
+
+
+@pytest.fixture(scope="module")
+def live(ledger: Ledger) -> dict[str, Any]:
+    """One step of the clean run scored again by both engines, in bf16 and in float32; the document's numbers."""
+    asked = Live(parse_scorers(["vllm", "megatron"]), float32=True)
+    answer = replay(ledger, "clean", where="step = 1", request=Request(live=asked))
+    assert (answer.verdict, answer.decision.decision) == ("pass", "within_floor"), answer.decision.reason
+    return dict(answer.to_dict()["numbers"])
+
+
+def test_both_engines_answered_on_every_path_and_no_guard_failed(live: dict[str, Any]) -> None:
+    attempts = {(one["scorer"], one["role"]): one["status"] for one in live["live"]["attempts"]}
+    assert set(attempts.values()) == {"completed"}
+    assert {("vllm", "prefill"), ("vllm", "decode"), ("vllm", "float32"), ("megatron", "prefill")} <= attempts.keys()
+    for scorer in live["live"]["scorers"].values():
+        assert {guard["status"] for guard in scorer["guards"].values()} == {"passed"}
+
+
+def test_each_engine_gives_its_recorded_values_again(live: dict[str, Any]) -> None:
+    """Far inside its own noise floor; the chain then puts the drift between the engines, not between run and rerun."""
+    for scorer in live["live"]["scorers"].values():
+        assert scorer["reproduction_times_floor"]["high"] < 0.25
+    chain = live["live"]["chain"]["vllm"]
+    assert chain["megatron_over_prefill"]["part"]["low"] > 0.8
+    total = sum(chain[link]["mean"] for link in chain if link != "training_over_rollout")
+    assert total == pytest.approx(chain["training_over_rollout"]["mean"], abs=1e-6)
+
+
+def test_shares_by_float32_runs_of_the_engines_are_the_references(live: dict[str, Any]) -> None:
+    """Two float32 engines that share no code with the reference decoder put the drift where it does."""
+    by_engines, by_reference = live["live"]["float32"]["share_rollout"], live["share_rollout"]
+    assert by_reference["low"] <= by_engines["value"] <= by_reference["high"]
+    assert by_engines["value"] == pytest.approx(by_reference["value"], abs=0.02)
 
 
 def test_what_vllm_holds_is_what_was_published(ledger: Ledger) -> None:
