@@ -152,12 +152,24 @@ def record(rank: int, folder: Path) -> None:
     rlk_ledger.close()
 
 
+def one_rank_silent(rank: int, folder: Path) -> str | None:
+    """Only rank 0 records; both call, and neither waits for the other for ever."""
+    if rank == 0:
+        options = {"spool": folder / "spool-silent", "shipper": "inline", "on_error": "warn", **fsdp.place()}
+        rlk_ledger.init(folder / "ledger", run_id="silent", role="training", roles={"training": WORLD}, **options)
+    model = by_module(opened(), init_device_mesh("cpu", (WORLD,)))
+    digest = fsdp.record_weights("weights.published", model, "v0", timeout_s=0.5)
+    rlk_ledger.close()
+    return digest
+
+
 def main(rank: int, folder: Path) -> None:
     """Runs everything and writes `rank-<rank>.json`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     found = {"ways": shard_everyhow(rank), "columns": columns(rank)}
     record(rank, folder)
+    found["silent"] = one_rank_silent(rank, folder)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

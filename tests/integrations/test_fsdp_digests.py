@@ -101,6 +101,13 @@ def test_each_rank_records_its_own_samples_and_the_weights_are_recorded_once(ran
     assert {e["status"] for e in asked} == {"fallback"}  # asked for bfloat16, sharded without a policy
 
 
+def test_a_rank_that_does_not_record_costs_the_digest_and_not_the_job(ran: Any) -> None:
+    assert [rank["silent"] for rank in ran[1]] == [None, None]
+    events = [event for _, _, event, _ in rlk_ledger.open(ran[0] / "ledger").read_events("silent")]
+    assert not [event for event in events if event["type"] == "weights.published"]
+    assert ["ranks [1] gave nothing" in event["reason"] for event in events if event["type"] == "gap"] == [True]
+
+
 def test_one_process_without_a_group_is_rank_zero_of_one() -> None:
     from rlk_ledger.integrations.fsdp import is_sharded, place
 

@@ -1,7 +1,7 @@
 """FSDP through torch (`fully_shard` and FullyShardedDataParallel): digests of sharded weights without gathering them.
 
-Every rank sums its own flat index ranges; integer sums add, so one all-reduce of two numbers a tensor gives the digest
-the unsharded model has. A replica of a shard (hybrid sharding) and a replicated tensor are counted by one rank only.
+Every rank sums its own flat index ranges; integer sums add, and the digest of all is the one the unsharded model has. A
+replica of a shard (hybrid sharding) and a replicated tensor are counted by one rank only.
 """
 
 import sys
@@ -9,15 +9,20 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import MASK64, sum64x2_digest
 from rlk_ledger_sdk.api import record, recording
+from rlk_ledger_sdk.exchange import TIMEOUT_S, collect, give
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.knobs import read_back
 from rlk_ledger_sdk.weights import sum64x2
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "module", "_checkpoint_wrapped_module"})
 Sums = dict[str, tuple[int, int]]
+_calls: dict[tuple[str, str], int] = {}
+"""How often this process recorded an event under a version: what makes the keys of two calls different."""
 
 
 class Piece(NamedTuple):
@@ -88,29 +93,58 @@ def sharded_digest(model: Any, group: Any = None) -> tuple[str, dict[str, str]]:
     return sum64x2_digest(sums.values()), {name: sum64x2_digest([pair]) for name, pair in sums.items()}
 
 
-def record_weights(event: str, model: Any, weight_version: str, group: Any = None, **fields: Any) -> str:
-    """Records `weights.published` or `weights.loaded` (what the ranks hold) from rank 0; every rank must call it.
+def record_weights(
+    event: str, model: Any, weight_version: str, group: Any = None, *, timeout_s: float = TIMEOUT_S, **fields: Any
+) -> str | None:
+    """Records `weights.published` or `weights.loaded` (what the ranks hold) from rank 0 of `group`.
 
-    Returns the digest. fields: further fields of the event (`engine` is required for `weights.loaded`).
+    Every rank calls it and none enters a collective: sums are left in torch.distributed's key-value store, and rank 0
+    waits at most `timeout_s` seconds for them, so that a rank that does not record costs the digest, never the job.
+    Returns the digest on rank 0, None elsewhere and where it could not be had. fields: further fields of the event
+    (`engine` is required for `weights.loaded`).
     """
-    digest, each = sharded_digest(model, group)
-    if sys.modules["torch"].distributed.get_rank(group) == 0:
-        held = _walk(model)[0]
+    if not recording():
+        return None
+    with guarded("fsdp weights"):
+        sums = _added_up(event, weight_version, partial_sums(model), group, timeout_s)
+        if sums is None:
+            return None
+        digest = sum64x2_digest(sums.values())
         what: dict[str, Any] = {"what": "holds"} if event == "weights.loaded" else {}
         tensors = [
-            {"name": name, "digest": each[name], "dtype": one.dtype, "shape": list(one.shape)}
-            for name, one in held.items()
+            {"name": name, "digest": sum64x2_digest([sums[name]]), "dtype": one.dtype, "shape": list(one.shape)}
+            for name, one in _walk(model)[0].items()
         ]
         record(
             event,
             weight_version=weight_version,
             digest=digest,
-            tensor_count=len(each),
+            tensor_count=len(sums),
             tensors=tensors,
             **what,
             **fields,
         )
-    return digest
+        return digest
+    return None
+
+
+def _added_up(event: str, version: str, partials: Sums, group: Any, timeout_s: float) -> Sums | None:
+    """The sums of all ranks of `group` on its first rank, None on the others."""
+    distributed = sys.modules["torch"].distributed
+    if not distributed.is_initialized() or distributed.get_world_size(group) == 1:
+        return partials
+    times = _calls[event, version] = _calls.get((event, version), -1) + 1
+    ranks = list(distributed.get_process_group_ranks(group or distributed.group.WORLD))
+    key, rank = f"fsdp/{event}/{version}/{times}/{ranks[0]}", distributed.get_rank()
+    if rank != ranks[0]:
+        give(key, rank, msgspec.msgpack.encode(partials))
+        return None
+    totals = dict(partials)
+    for payload in collect(key, ranks[1:], timeout_s):
+        for name, sums in msgspec.msgpack.decode(payload, type=Sums).items():
+            before = totals[name]
+            totals[name] = ((before[0] + sums[0]) & MASK64, (before[1] + sums[1]) & MASK64)
+    return totals
 
 
 def record_sharding(model: Any, requested: Mapping[str, Any] | None = None) -> None:

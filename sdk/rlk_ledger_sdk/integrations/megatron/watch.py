@@ -8,9 +8,9 @@ from typing import Any
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_sdk.api import record
 from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.exchange import TIMEOUT_S, collect, give
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.megatron import contracts
-from rlk_ledger_sdk.integrations.megatron.exchange import collect, give
 from rlk_ledger_sdk.integrations.megatron.modules import Stage, unwrap
 from rlk_ledger_sdk.integrations.megatron.place import Place, read_place, version
 from rlk_ledger_sdk.integrations.megatron.scoring import Scoring, Unwatched, Vocabulary
@@ -90,7 +90,7 @@ class Watch:
         dtype: Any = None,
         stamp_rule: str | None = None,
         file_digest: str | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> Reference:
         """Records `weights.published`: the digest of the weights this job holds, under Hugging Face names.
 

@@ -39,7 +39,7 @@ def adapters(model: Any) -> list[dict[str, str]]:
     return [{"name": name, "digest": state_digest(tensors)[0]} for name, tensors in sorted(by_adapter.items())]
 
 
-def published(model: Any, weight_version: str, *, dtype: Any = None, **fields: Any) -> str:
+def published(model: Any, weight_version: str, *, dtype: Any = None, **fields: Any) -> str | None:
     """Records `weights.published` with the digests of what `model` holds; returns the digest of all.
 
     dtype: the wire dtype floating tensors are sent in, when it is not the one they are held in. fields: more fields
@@ -65,7 +65,7 @@ def published(model: Any, weight_version: str, *, dtype: Any = None, **fields: A
     return digest
 
 
-def loaded(model: Any, weight_version: str, *, engine: str, **fields: Any) -> str:
+def loaded(model: Any, weight_version: str, *, engine: str, **fields: Any) -> str | None:
     """Records `weights.loaded` with the digest of what `model` holds, read back; returns it.
 
     Of a model that FSDP shards every rank must call it; rank 0 records.

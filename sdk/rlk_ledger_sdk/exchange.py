@@ -12,6 +12,9 @@ from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
 
+TIMEOUT_S = 30.0
+"""How long the rank that collects waits for the others: they arrive together, right after an export."""
+
 _POLL_S = (0.001, 0.05)
 """First and longest pause between two looks at the store."""
 
@@ -32,8 +35,8 @@ def collect(key: str, ranks: Sequence[int], timeout_s: float) -> list[bytes]:
         missing = [rank for rank in missing if not store.check([_name(key, rank)])]
         if missing and time.monotonic() > deadline:
             raise UsageError(
-                f"megatron.published: ranks {missing} gave no sums for {key!r} within {timeout_s:g} s; "
-                "every rank of the first data-parallel replica must record and call published()."
+                f"ranks {missing} gave nothing for {key!r} within {timeout_s:g} s; every rank that holds a part of the "
+                "weights must record and make the same call."
             )
         if missing:
             time.sleep(pause)
