@@ -31,6 +31,9 @@ class Nothing:
     def __init__(self, mode: Mode = OFF) -> None:
         self.mode = mode
 
+    def writer(self) -> None:
+        """Nobody records."""
+
     def emit(self, event: str | Event, fields: dict[str, Any]) -> Reference:
         """Records nothing."""
         return NOT_RECORDED

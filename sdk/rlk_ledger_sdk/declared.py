@@ -1,15 +1,14 @@
-"""Contracts an integration declares on behalf of the engine it watches."""
+"""What an integration says once on behalf of the engine it watches: contracts, and whatever `Told` keeps track of."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from rlk_ledger_schemas.fingerprints import contract_id
-from rlk_ledger_sdk.api import current, record
+from rlk_ledger_sdk.api import acting, record
 
 _KEPT = 256
 _ids: dict[tuple[Any, ...], str] = {}
-"""Ids by process, writer and content, so that a contract that every sample names is hashed once."""
+"""Ids by writer and content, so that a contract that every sample names is hashed once."""
 
 
 def declare(kind: str, body: Mapping[str, Any], version: str = "1") -> str:
@@ -19,7 +18,7 @@ def declare(kind: str, body: Mapping[str, Any], version: str = "1") -> str:
     cannot hold.
     """
     known = {name: value for name, value in body.items() if value is not None}
-    key = (os.getpid(), current().writer_id, kind, version, *((name, type(v), v) for name, v in known.items()))
+    key = (acting().writer(), kind, version, *((name, type(v), v) for name, v in known.items()))
     try:
         found = _ids.get(key)
     except TypeError:  # nested values are hashed every time
@@ -33,3 +32,21 @@ def declare(kind: str, body: Mapping[str, Any], version: str = "1") -> str:
             _ids.clear()
         _ids[key] = found
     return found
+
+
+class Told:
+    """Which writer was told what is said once. A second init() opens another one, and a forked child becomes one."""
+
+    def __init__(self) -> None:
+        self._writer = acting().writer()
+
+    def to_another(self) -> bool:
+        """Whether another writer records now than was told last; that one counts as told from here on.
+
+        False while nothing is recorded.
+        """
+        writer = acting().writer()
+        if writer is None or writer == self._writer:
+            return False
+        self._writer = writer
+        return True

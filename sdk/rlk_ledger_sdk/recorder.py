@@ -70,6 +70,10 @@ class Recorder:
         """The mode in force; a forked child's is its parent's."""
         return self.config.mode
 
+    def writer(self) -> str | None:
+        """The id of the writer that record() reaches, which a forked child becomes here; None once closed."""
+        return self.writer_id if self._mark[0] or self._alive_here() else None
+
     # -- lifecycle --------------------------------------------------------------------------------------------------
 
     def _start(self, parent_writer: str | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import rlk_ledger
 from rlk_ledger.recover import recover
-from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.declared import Told, declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.knobs import UNOBSERVABLE, read_back
 from rlk_ledger_sdk.testing import Recording, capture
@@ -25,6 +25,32 @@ def test_a_contract_is_declared_once_and_what_was_not_read_is_left_out() -> None
         assert declare("logprob", {"mode": "raw"}) == first
     bodies = [e.fields["body"] for e in events.of("contract.declared")]
     assert bodies == [{"mode": "raw"}]
+
+
+def test_another_writer_is_to_be_told_again_and_only_once() -> None:
+    with capture():
+        told = Told()
+        assert not told.to_another()
+    assert not told.to_another()  # nobody records
+    with capture():
+        assert [told.to_another() for _ in range(3)] == [True, False, False]
+
+
+def test_a_forked_child_is_another_writer_and_hears_a_contract_once(tmp_path: Path) -> None:
+    where = {"run_id": "r", "role": "rollout", "spool": tmp_path / "s", "shipper": "off"}
+    rlk_ledger.init(tmp_path / "l", **where)
+    told = Told()
+    mine = declare("logprob", {"mode": "raw"})
+    child = os.fork()
+    if not child:
+        right = [told.to_another() for _ in range(2)] == [True, False]
+        theirs = [declare("logprob", {"mode": "raw"}) for _ in range(2)]
+        os._exit(0 if right and theirs == [mine, mine] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rlk_ledger.close(timeout=0)
+    recover(tmp_path / "s")
+    found = [w for w, _, _, _ in rlk_ledger.open(tmp_path / "l").read_events("r", types=["contract.declared"])]
+    assert len(found) == len(set(found)) == 2
 
 
 @pytest.mark.parametrize(
