@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 from rlk_ledger_kernels.contracts import DType
 from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_replay.numerics import Numerics
+from rlk_ledger_schemas import dtypes
 
 Side = Literal["rollout", "training"]
 SIDES: tuple[Side, ...] = get_args(Side)
 
 _DTYPES: tuple[DType, ...] = get_args(DType)
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1, 1.0),
     "top_k": (None, -1, 0),
@@ -48,9 +48,8 @@ class Declared:
 
 
 def dtype_name(value: Any) -> DType | None:
-    """The contract name of a dtype written as `bf16`, `torch.bfloat16`, ...; None for anything else."""
-    name = str(value).removeprefix("torch.").lower()
-    name = _SHORT.get(name, name)
+    """The name of a dtype the decoder computes in, written as `bf16`, `torch.bfloat16`, ...; None for anything else."""
+    name = dtypes.dtype_name(value)
     return next((known for known in _DTYPES if known == name), None)
 
 

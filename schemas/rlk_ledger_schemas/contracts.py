@@ -7,6 +7,8 @@ never a finding. A field this table does not know is numeric: a difference nobod
 import struct
 from typing import Any, Literal
 
+from rlk_ledger_schemas.dtypes import dtype_name
+
 FieldClass = Literal["semantic", "numeric", "path"]
 
 _CLASSES: dict[str, dict[FieldClass, tuple[str, ...]]] = {
@@ -70,9 +72,11 @@ def differing_fields(kind: str, left: dict[str, Any], right: dict[str, Any]) -> 
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two declared values are one: numbers are compared as the float32 that engines compute with."""
+    """Whether two declared values are one: numbers as the float32 engines compute with, dtypes however written."""
     if left == right:
         return True
+    if isinstance(left, str) and isinstance(right, str):
+        return dtype_name(left) == dtype_name(right) is not None
     numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right)]
     return all(numbers) and _float32(left) == _float32(right)
 

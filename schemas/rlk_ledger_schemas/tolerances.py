@@ -6,6 +6,7 @@ A missing entry fails closed: `tolerance` raises.
 
 import msgspec
 
+from rlk_ledger_schemas.dtypes import dtype_name
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import canonical_json, sha256
 
@@ -43,8 +44,8 @@ FINGERPRINT = sha256(
 
 
 def tolerance(op_class: str, dtype: str) -> Tolerance:
-    """The tolerance of (op class, dtype) in VERSION; raises UsageError where none is defined."""
+    """The tolerance of (op class, dtype however it is written) in VERSION; raises UsageError where none is defined."""
     try:
-        return _TABLE[op_class, dtype]
+        return _TABLE[op_class, dtype_name(dtype) or dtype]
     except KeyError:
         raise UsageError(f"no tolerance for ({op_class}, {dtype}) in {VERSION}; no default exists.") from None

@@ -101,6 +101,36 @@ def test_an_engine_in_another_precision_is_said_once_and_is_no_error(small: Smal
     assert (result.verdict, result.exit_code) == ("pass", 0)
 
 
+@pytest.mark.parametrize("written", ["bf16", "torch.bfloat16", "BFloat16"])
+def test_one_precision_written_in_two_ways_is_no_difference(small: Small, written: str) -> None:
+    small.bodies["rollout"] |= {"compute_dtype": written, "head_dtype": "float32", "logits_dtype": "fp32"}
+    small.bodies["training"] |= {"compute_dtype": "bfloat16", "head_dtype": "torch.float32", "logits_dtype": "float"}
+    assert small.audit().findings == ()
+
+
+def test_dtypes_that_follow_from_the_engines_are_known_however_they_are_written(small: Small) -> None:
+    small.bodies["rollout"] |= {"compute_dtype": "bf16", "head_dtype": "torch.bfloat16", "logits_dtype": "bfloat16"}
+    small.bodies["training"] |= {"compute_dtype": "torch.float32", "head_dtype": "fp32", "logits_dtype": "float32"}
+    assert [(f.finding_id, f.where["field"]) for f in small.audit().findings] == [("numerics.differ", "compute_dtype")]
+
+
+@pytest.mark.parametrize("undeclared", ["rollout", "training"])
+def test_a_dtype_follows_from_no_engine_whose_precision_is_undeclared(small: Small, undeclared: str) -> None:
+    for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):
+        small.bodies[side] |= {"compute_dtype": dtype, "head_dtype": dtype}
+    del small.bodies[undeclared]["compute_dtype"]
+    assert [(f.finding_id, f.where["field"]) for f in small.audit().findings] == [("contract.differs", "head_dtype")]
+
+
+@pytest.mark.parametrize(("training", "named"), [(1e-6, False), (1e-4, True)])
+def test_a_second_contract_of_a_kind_hides_no_difference(small: Small, training: float, named: bool) -> None:
+    """A side may hold several norms; a value none of them has in common with the other side is a difference."""
+    for eps in (1e-6, 1e-5):
+        small.add("rollout", "contract.declared", kind="norm", version="1", body={"eps": eps})
+    small.add("training", "contract.declared", kind="norm", version="1", body={"eps": training})
+    assert ("contract.differs" in small.findings()) == named
+
+
 @pytest.mark.parametrize("head", ["rollout", "training"])
 def test_a_head_in_a_dtype_of_its_own_is_a_difference_whatever_the_engines_compute_in(small: Small, head: str) -> None:
     for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_ledger_schemas import columns, contracts, findings, merkle, metrics, objects, tolerances
+from rlk_ledger_schemas.dtypes import dtype_name
 from rlk_ledger_schemas.errors import FormatError, UsageError
 from rlk_ledger_schemas.fingerprints import canonical_json, sha256
 
@@ -155,6 +156,22 @@ def test_contract_fields_have_a_class_and_path_fields_never_differ() -> None:
     rows = contracts.differing_fields("logprob", left, right)
     assert [(r[0], r[1]) for r in rows] == [("head_dtype", "numeric"), ("temperature", "semantic")]
     assert contracts.undeclared_fields("logprob", left, right) == [("only_left", "numeric")]
+
+
+@pytest.mark.parametrize("written", ["bfloat16", "bf16", "BF16", "torch.bfloat16"])
+def test_a_dtype_is_one_however_it_is_written(written: str) -> None:
+    assert dtype_name(written) == "bfloat16"
+    assert contracts.differing_fields("logprob", {"head_dtype": written}, {"head_dtype": "bfloat16"}) == []
+    rows = contracts.differing_fields("logprob", {"head_dtype": written}, {"head_dtype": "torch.float32"})
+    assert rows == [("head_dtype", "numeric", written, "torch.float32")]
+    assert tolerances.tolerance("logprob", written) == tolerances.tolerance("logprob", "bfloat16")
+
+
+@pytest.mark.parametrize("written", ["float8", "", "bfloat", "auto", 16, None])
+def test_what_names_no_dtype_is_compared_as_it_is(written: object) -> None:
+    assert dtype_name(written) is None
+    assert contracts.same(written, written)
+    assert not contracts.same(written, "bfloat16")
 
 
 def test_projections_take_only_values_of_their_type() -> None:

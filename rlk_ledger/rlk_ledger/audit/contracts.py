@@ -8,11 +8,13 @@ side's own floor. The dtype fields that follow from an engine's precision are pa
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
-from rlk_ledger_schemas.contracts import differing_fields, field_class, undeclared_fields
+from rlk_ledger_schemas.contracts import differing_fields, field_class, same, undeclared_fields
+from rlk_ledger_schemas.dtypes import dtype_name
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0,),
@@ -77,15 +79,19 @@ Precision = tuple[str | None, str | None]
 
 
 def _precision(contracts: Mapping[str, Mapping[str, Any]], left_id: str, right_id: str) -> Precision:
-    """Both engines' `compute_dtype`; (None, None) unless both declare it."""
+    """Both engines' `compute_dtype` under one spelling; (None, None) unless both declare it."""
     bodies = [contracts[one]["body"] if one in contracts else {} for one in (left_id, right_id)]
     left, right = (body.get("compute_dtype") for body in bodies)
-    return (left, right) if isinstance(left, str) and isinstance(right, str) else (None, None)
+    if isinstance(left, str) and isinstance(right, str):
+        return dtype_name(left) or left, dtype_name(right) or right
+    return None, None
 
 
 def _follows(name: str, left: Any, right: Any, precision: Precision) -> bool:
     """Whether a dtype differs because each side's is the dtype its engine computes in."""
-    return name.endswith("_dtype") and precision[0] is not None and (left, right) == precision
+    if not name.endswith("_dtype") or precision[0] is None:
+        return False
+    return same(left, precision[0]) and same(right, precision[1])
 
 
 def effective(body: dict[str, Any]) -> dict[str, Any]:
@@ -121,23 +127,31 @@ def _differs(
 
 
 def _other_kinds(view: View, precision: Precision) -> Iterable[Finding]:
-    """Kinds both roles declare exactly once (attention, norm, rope ...), so that what to compare is unambiguous."""
+    """Fields of the kinds both roles declare (attention, norm, rope ...) that no two of their contracts agree on."""
     bodies: dict[str, dict[str, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for fact in view.history.of("contract.declared"):
         role = view.history.role(fact.writer_id)
         if role in ("rollout", "training") and fact.fields["kind"] != "logprob":
             bodies[fact.fields["kind"]][role][fact.fields["contract_id"]] = fact.fields["body"]
     for kind, sides in bodies.items():
-        if len(sides["rollout"]) != 1 or len(sides["training"]) != 1:
-            continue
-        (left_id, left), (right_id, right) = *sides["rollout"].items(), *sides["training"].items()
-        for name, cls, a, b in differing_fields(kind, left, right):
-            if _follows(name, a, b, precision):
-                continue
-            evidence = {"rollout_contract": left_id, "training_contract": right_id}
-            yield _differs(
-                kind, name, cls, a, b, evidence, "numerics.differ" if cls == "numeric" else "contract.differs"
-            )
+        for name, cls, a, b, evidence in _nowhere_equal(kind, sides["rollout"], sides["training"]):
+            if not _follows(name, a, b, precision):
+                finding_id = "numerics.differ" if cls == "numeric" else "contract.differs"
+                yield _differs(kind, name, cls, a, b, evidence, finding_id)
+
+
+def _nowhere_equal(
+    kind: str, left: dict[str, dict[str, Any]], right: dict[str, dict[str, Any]]
+) -> Iterable[tuple[str, str, Any, Any, dict[str, Any]]]:
+    """(field, class, left value, right value, evidence) of fields that differ between any contract of either side."""
+    held: Counter[str] = Counter()
+    found: dict[str, list[tuple[str, str, Any, Any, dict[str, Any]]]] = defaultdict(list)
+    for (left_id, a), (right_id, b) in product(left.items(), right.items()):
+        held.update(a.keys() & b.keys())
+        evidence = {"rollout_contract": left_id, "training_contract": right_id}
+        for row in differing_fields(kind, a, b):
+            found[row[0]].append((*row, evidence))
+    return [rows[0] for name, rows in found.items() if len(rows) == held[name]]
 
 
 def is_semantic(finding: Finding) -> bool:
