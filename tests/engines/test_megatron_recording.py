@@ -140,7 +140,7 @@ def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
     assert found["evidence.shards_missing"]["missing_ranks"] == [1]
     gaps = run.events("gap")
     assert [g["kind"] for g in gaps] == ["internal"]
-    assert "ranks [1] gave no sums" in gaps[0]["reason"]
+    assert "ranks [1] gave nothing" in gaps[0]["reason"]
     assert pair(run.history()).pairs == []
     assert found["backend.not_in_force"] == {"path": "attention.backend", "status": "fallback"}
     knobs = {e["path"]: e["status"] for e in run.events("knob.applied")}
