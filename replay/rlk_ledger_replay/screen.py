@@ -141,7 +141,8 @@ def _gates(found: Judgement) -> list[RenderableType]:
 
 
 def _next(result: ReplayResult, ledger_url: str) -> Text:
-    telling = [one for one in result.findings if one.severity != "info"] or list(result.findings)
+    telling = [one for one in result.findings if one.severity != "info"]
+    telling = telling or sorted(result.findings, key=lambda one: not one.finding_id.startswith("drift."))
     step = telling[0].to_dict()["next_step"] if telling else "Nothing to fix."
     report = f"rlk-ledger report {result.run_id} --ledger {ledger_url}"
     return Text.assemble(("Next: ", "bold"), f"{step}\n      {report}")
