@@ -23,6 +23,7 @@ _BYTES_PER_CONTAINER = 6
 _FREE_CONTAINERS = 1000
 _LONGEST_INTEGER = 32
 _LONGEST_NAME = 120
+_COPIED = (list, tuple, set, dict)
 _KEYS = (str, int, float, bool, type(None))
 _MODULES = {"__builtin__": "builtins"}
 
@@ -252,6 +253,8 @@ class _Machine:
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not Function or type(arguments) is not tuple:
             raise TypeError
+        copied = sum(len(given) for given in arguments if type(given) in _COPIED)
+        self.room -= copied // _BYTES_PER_CONTAINER  # what is copied may have been named, not written out
         self.contain(function.call(*arguments))
 
     def build(self) -> None:

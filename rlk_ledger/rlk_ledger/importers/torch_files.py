@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_ledger.importers import pickles
+from rlk_ledger.importers.extent import check_extent
 from rlk_ledger.importers.numpy_pickles import NUMPY_NAMES
 from rlk_ledger.importers.pickles import Function
 from rlk_ledger_schemas.errors import FormatError
@@ -80,7 +81,7 @@ class Storage:
 
 
 class Tensor:
-    """A tensor of a file: its geometry, checked, and where its bytes are."""
+    """A tensor of a file: its geometry, checked, and where its bytes are. A stride that no element needs is 0."""
 
     __slots__ = ("_file", "dtype", "offset", "shape", "storage", "strides")
 
@@ -117,6 +118,7 @@ class TorchFile:
             self._zip, self._root = _opened(self._stream)
             _check_byte_order(self._member("byteorder", missing=b"little"))
             self.value = pickles.loads(self._member("data.pkl"), self._names(), self._persistent)
+            check_extent(self.value, self._stream.seek(0, 2))
         except BaseException:
             self._stream.close()
             raise
@@ -214,11 +216,12 @@ class TorchFile:
             raise FormatError(
                 f"it makes a tensor of shape {tuple(shape)} from storage {storage.key}, which has {held} elements."
             )
-        if count > held + _LARGEST_REPEATED:
+        if math.prod(max(n, 1) for n in shape) > held + _LARGEST_REPEATED:
             raise FormatError(
-                f"it makes a tensor of {count} elements by repeating the {held} of storage {storage.key}."
+                f"it makes a tensor of shape {tuple(shape)} by repeating the {held} elements of storage {storage.key}."
             )
-        return Tensor(self, storage, dtype, offset, tuple(shape), tuple(strides))
+        used = tuple(stride if n > 1 and count else 0 for n, stride in zip(shape, strides))
+        return Tensor(self, storage, dtype, offset, tuple(shape), used)
 
 
 def _parameter(data: Any, _grad: Any = None, _hooks: Any = None) -> Tensor:
