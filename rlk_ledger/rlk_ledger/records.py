@@ -87,10 +87,15 @@ REGISTERED = _registered_arrays()
 """Column -> (array name, dtype) of every array an event type of this version can have."""
 
 
-def build_table(records: Sequence[Record], decoded: Sequence[dict[str, Any]] | None = None) -> pa.Table:
+def build_table(
+    records: Sequence[Record],
+    decoded: Sequence[dict[str, Any]] | None = None,
+    names: dict[str, tuple[str, str]] | None = None,
+) -> pa.Table:
     """The table of `records`, rows in the order given. Raises FormatError for an envelope that does not decode.
 
-    `decoded` holds the envelopes' fields where the caller has them already.
+    `decoded` holds the envelopes' fields where the caller has them already. `names` are the array columns, as
+    `array_names` gives them, where they are not those of this version; they must hold every array of `records`.
     """
     fields = decoded if decoded is not None else [decode_envelope(r.envelope) for r in records]
     columns: dict[str, pa.Array] = {}
@@ -98,7 +103,7 @@ def build_table(records: Sequence[Record], decoded: Sequence[dict[str, Any]] | N
         columns[name] = pa.array(values, _PLAIN[PROJECTIONS[name].type])
     columns["body"] = pa.array([r.envelope for r in records], pa.binary())
     columns["leaf"] = pa.array([r.leaf for r in records], pa.binary())
-    names = _array_names(records)
+    names = _array_names(records) if names is None else names
     for column, cells in _cells(records, names).items():
         columns[column] = _list_array(len(records), cells, names[column][1])
     order = [*FIXED, *PROMOTED, *names]

@@ -49,12 +49,15 @@ class _Row(NamedTuple):
     fields: dict[str, Any]
 
 
-def write_segment(records: Iterable[Record]) -> Segment:
-    """The segment of `records` (any order, no (writer, seq) twice). Raises FormatError."""
+def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] | None = None) -> Segment:
+    """The segment of `records` (any order, no (writer, seq) twice), with the array columns `names` of `build_table`.
+
+    Raises FormatError.
+    """
     clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
     ordered = [row.record for row in clustered]
     groups = list(_groups(clustered))
-    table = build_table(ordered, [row.fields for row in clustered])
+    table = build_table(ordered, [row.fields for row in clustered], names)
     table = table.replace_schema_metadata({**table.schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
