@@ -207,6 +207,28 @@ def test_other_bytes_under_a_version_differ(small: Small) -> None:
     assert small.findings() == {"weights.differ": {"engine": "e", "version": "v1"}}
 
 
+def test_the_tensors_that_differ_are_named_in_the_next_step(small: Small) -> None:
+    def listed(*changed: str) -> list[dict[str, str]]:
+        names = ("a", "b", "c", "d", "head")
+        return [{"name": n, "digest": f"sha256:{int(n in changed):064x}"} for n in names]
+
+    common = {"tensor_count": 5, "step": 1}
+    digest = "sha256:" + "5" * 64
+    small.add("training", "weights.published", weight_version="v9", digest=digest, tensors=listed(), **common)
+    small.add(
+        "rollout",
+        "weights.loaded",
+        weight_version="v9",
+        digest="sha256:" + "6" * 64,
+        engine="e",
+        tensors=listed("b", "head"),
+        **common,
+    )
+    (found,) = [one for one in small.audit().findings if one.finding_id == "weights.differ"]
+    assert found.evidence["differing_tensors"] == ["b", "head"]
+    assert "takes b, head: it holds other values" in found.to_dict()["next_step"]
+
+
 def test_an_adapter_that_never_arrived_is_named(small: Small) -> None:
     small.published = False
     adapter = {"name": "lora", "digest": "sha256:" + "a" * 64}

@@ -107,15 +107,20 @@ def _differ(engine: str, facts: list[Fact], published: Published) -> Finding:
     first = facts[0]
     version = first.fields["weight_version"]
     source = _source(first, published)
+    differing = _differing_tensors(first, source)
     evidence = {
         "published_digest": source.fields["digest"],
         "loaded_digest": first.fields["digest"],
         "what": first.fields.get("what") or "received",
         "versions": [fact.fields["weight_version"] for fact in facts],
         "tensor_count": {"published": source.fields["tensor_count"], "loaded": first.fields["tensor_count"]},
-        "differing_tensors": _differing_tensors(first, source)[:50],
+        "differing_tensors": differing[:50],
     }
-    return Finding("weights.differ", {"engine": engine, "version": version}, evidence)
+    step = ""
+    if differing:
+        named = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        step = f"Look at how {engine} takes {named}: it holds other values there than were published. Then send again."
+    return Finding("weights.differ", {"engine": engine, "version": version}, evidence, step)
 
 
 def _differing_tensors(load: Fact, source: Fact) -> list[str]:
