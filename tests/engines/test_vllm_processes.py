@@ -125,6 +125,31 @@ def test_two_tensor_ranks_and_a_killed_worker(tmp_path: Path) -> None:
     )
 
 
+def test_an_engine_core_killed_alone_and_then_the_main_process(tmp_path: Path) -> None:
+    """Neither kill costs what either process had recorded; vLLM's `generate` may wait for a killed core for ever."""
+    acknowledged: list[str] = []
+    core = None
+    with job(tmp_path, "sync", str(MODEL), "1") as process:
+        for line in said(process):  # to its end: what was said between the kills counts
+            acknowledged += line["recorded"]
+            if core is None and len(acknowledged) >= 8:
+                children = psutil.Process(process.pid).children(recursive=True)
+                (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+                core.kill()
+                core.wait()
+                process.kill()
+    assert core is not None
+    ledger = recovered(tmp_path)
+    pids = {writer: e.get("pid") for writer, e, _ in events(ledger, "writer.opened")}
+    samples = {e["sample_id"]: pids[writer] for writer, e, _ in events(ledger, "rollout.sample")}
+    assert set(acknowledged) <= set(samples)
+    assert {e["sample_id"] for _, e, _ in events(ledger, "logprobs")} >= set(acknowledged)
+    assert set(samples.values()) == {process.pid}
+    batches = events(ledger, "batch.layout")
+    assert {pids[writer] for writer, _, _ in batches} == {core.pid}
+    assert {name for _, e, _ in batches for name in e["sample_order"]} >= set(acknowledged)
+
+
 def test_an_async_engine_recorded_by_the_plugin_alone_and_killed_at_once_with_all_its_processes(
     tmp_path: Path,
 ) -> None:
