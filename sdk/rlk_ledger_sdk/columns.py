@@ -7,12 +7,14 @@ numpy is used when the process has it loaded; without it the columns are `array.
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 
 from rlk_ledger_schemas.errors import UsageError
+
+_NO_NUMBERS = frozenset({bool, str, bytes})
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -67,8 +69,12 @@ def _host(value: Any) -> Any:
 
 
 def _float32(np: Any, value: Any) -> Any:
+    """A float32 array of what are numbers; raises UsageError for truths, texts, times and complex numbers."""
+    value = np.asarray(value)
+    if value.dtype.kind not in "fiu":
+        raise UsageError(f"diagnose: log-probabilities are floating-point numbers, got an array of {value.dtype}.")
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(value).astype(np.float32, copy=False)
+        return value.astype(np.float32, copy=False)
 
 
 def _from_matrices(np: Any, rollout: Any, training: Any, mask: Any) -> Columns:
@@ -166,7 +172,8 @@ def _on(mask: Any) -> list[int]:
 
 
 def _length(values: Any, sample: int) -> int:
-    if getattr(values, "ndim", 1) != 1 or not hasattr(values, "__len__"):
+    wrong = isinstance(values, str | bytes | bytearray | Mapping | Set)
+    if wrong or getattr(values, "ndim", 1) != 1 or not hasattr(values, "__len__"):
         raise UsageError(f"diagnose: sample {sample} must be one sequence of numbers, got {type(values).__name__}.")
     return len(values)
 
@@ -177,10 +184,12 @@ def _vector(np: Any, values: Any, row: "list[int] | range", sample: int) -> tupl
     size = len(values)
     tail = [k for k, position in enumerate(row) if position >= size] if row and row[-1] >= size else []
     try:
-        if np is not None and hasattr(values, "dtype"):
+        if np is not None and hasattr(values, "dtype") and values.dtype.kind != "O":
             return _picked(np, _float32(np, values), row, tail), tail
         picked = [values[position] for position in row[: len(row) - len(tail)]]
         absent = [k for k, value in enumerate(picked) if value is None] + tail
+        if not _NO_NUMBERS.isdisjoint(map(type, picked)):
+            raise TypeError("a truth or a text")
         for k in absent:
             picked[k : k + 1] = [float("nan")]  # appends past the end, where the tail is
         return (_float32(np, picked) if np is not None else array("f", picked)), absent

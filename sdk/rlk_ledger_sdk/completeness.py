@@ -18,9 +18,9 @@ from rlk_ledger_schemas.fingerprints import contract_id, sha256
 from rlk_ledger_schemas.modes import CONTRACT_VERSIONS, STRICT_CONTRACT, STRICT_SAMPLE, Needed
 from rlk_ledger_schemas.tolerances import tolerance
 from rlk_ledger_sdk.columns import columns
-from rlk_ledger_sdk.measures import first_unmeasured
+from rlk_ledger_sdk.field_types import FILTERS, span_row, wrong_types
+from rlk_ledger_sdk.measures import FINITE, first_unmeasured
 
-_FILTERS = ("temperature", "top_p", "top_k", "min_p")
 _KIND = "logprob"
 
 
@@ -95,11 +95,13 @@ def judge(facts: Facts, known: Mapping[str, Contract], own: Contract | None) -> 
     known: contracts by id. own: the trainer's, whose semantic fields must agree.
     """
     reasons: list[Reason] = []
-    mask = _array(facts, "loss_mask", "uint8", reasons)
-    if mask is not None and 1 not in mask.data and not reasons:
+    mask, tokens = _array(facts, "loss_mask", "uint8", reasons), _array(facts, "response_token_ids", "int32", reasons)
+    if mask is not None and not reasons and _nothing_active(facts, tokens, mask):
         return [Reason("zero_active_tokens", "loss_mask", f"{len(mask)} tokens")]
     reasons += [reason for needed in STRICT_SAMPLE if (reason := _lacking(facts, needed)) is not None]
-    tokens = _array(facts, "response_token_ids", "int32", reasons)
+    reasons += [Reason("metadata_malformed", name, what) for name, what in wrong_types(facts.fields)]
+    _array(facts, "prompt_token_ids", "int32", reasons)
+    reasons += _score(facts, tokens, mask)
     if tokens is not None:
         reasons += _tokens(facts, tokens, mask)
         reasons += _spans(facts, len(tokens))
@@ -108,11 +110,21 @@ def judge(facts: Facts, known: Mapping[str, Contract], own: Contract | None) -> 
     return reasons
 
 
+def _nothing_active(facts: Facts, tokens: Array | None, mask: Array) -> bool:
+    """Whether the mask is one of this response, was not made up, and leaves no token in the loss."""
+    whole = tokens is None or len(tokens) == len(mask)
+    return 1 not in mask.data and whole and facts.source("loss_mask") not in ("defaulted", "absent")
+
+
 def _lacking(facts: Facts, needed: Needed) -> Reason | None:
     sources = []
     for path in needed.fields:
         value, source = facts.get(path), facts.source(path)
-        if value is not None and not (isinstance(value, str) and not value) and source not in ("defaulted", "absent"):
+        if (
+            value is not None
+            and not (isinstance(value, str) and not value.strip())
+            and source not in ("defaulted", "absent")
+        ):
             return None
         sources.append(source if source == "defaulted" and value is not None else None)
     if "defaulted" in sources:
@@ -149,11 +161,13 @@ def _tokens(facts: Facts, tokens: Array, mask: Array | None) -> Iterator[Reason]
 
 def _spans(facts: Facts, size: int) -> Iterator[Reason]:
     spans = facts.get("weight_spans")
-    if spans is None or isinstance(spans, str):
+    if spans is None:
         return
     try:
-        rows = sorted((int(_item(s, "start")), int(_item(s, "end")), str(_item(s, "version") or "")) for s in spans)
-    except (TypeError, ValueError, AttributeError):
+        if not isinstance(spans, list | tuple):
+            raise TypeError
+        rows = sorted(map(span_row, spans))
+    except TypeError:
         yield Reason("metadata_malformed", "weight_spans", "a span is {version, start, end}")
         return
     at = 0
@@ -166,8 +180,40 @@ def _spans(facts: Facts, size: int) -> Iterator[Reason]:
         yield Reason("spans_incomplete", "weight_spans", f"{at} of {size} tokens")
 
 
-def _item(span: Any, name: str) -> Any:
-    return span.get(name) if isinstance(span, Mapping) else getattr(span, name)
+def _score(facts: Facts, tokens: Array | None, mask: Array | None) -> Iterator[Reason]:
+    """Whether the log-probabilities, where they come as an event or a mapping, are the rollout's of this sample."""
+    score, name = facts.score, facts.fields.get("sample_id")
+    told = score.get("sample_id")
+    if told is not None and told != name:
+        yield Reason("metadata_malformed", "logprobs", f"they are of sample {str(told)[:80]!r}")
+    if (source := score.get("source")) not in (None, "rollout"):
+        yield Reason("metadata_malformed", "logprobs", f"their source is {str(source)[:80]!r}, not rollout")
+    for field, held in (("token_digest", tokens), ("mask_digest", mask)):
+        if score.get(field) is not None and held is not None and score[field] != sha256(held.data):
+            yield Reason("digest_differs", f"logprobs.{field}", "they were taken on other tokens or another mask")
+    if score.get("token_ids") is not None:
+        yield Reason("digest_differs", "logprobs.token_ids", "they are of other tokens than the sample's")
+    own, given = score.get("contract_id"), facts.fields.get("contract_id")
+    if own is not None and given is not None and own != given:
+        yield Reason("contract_mismatch", "contract_id", "the sample and its log-probabilities name two contracts")
+    yield from _classes(score.get("value_class"), tokens, mask)
+
+
+def _classes(given: Any, tokens: Array | None, mask: Array | None) -> Iterator[Reason]:
+    """What the log-probabilities say of their own values."""
+    if given is None or tokens is None or mask is None or len(mask) != len(tokens):
+        return
+    try:
+        codes = to_array(given, "uint8", "value_class")
+    except UsageError as error:
+        yield Reason("metadata_malformed", "logprobs.value_class", str(error))
+        return
+    if len(codes) != len(tokens):
+        yield Reason("lengths_differ", "logprobs.value_class", f"{len(codes)} for {len(tokens)} response tokens")
+        return
+    bad = next((i for i, (code, on) in enumerate(zip(codes.data, mask.data)) if on and code != FINITE), None)
+    if bad is not None:
+        yield Reason("values_not_measured", "logprobs", f"their own class is {codes.data[bad]} at position {bad}")
 
 
 def _values(facts: Facts, size: int, mask: Array | None) -> Iterator[Reason]:
@@ -215,7 +261,7 @@ def _contract(facts: Facts, known: Mapping[str, Contract], own: Contract | None)
     yield from (Reason("metadata_missing", f"contract.{field}") for field in STRICT_CONTRACT if body.get(field) is None)
     yield from _tolerated(contract)
     if body.get("mode") == "processed":
-        for field in _FILTERS:
+        for field in FILTERS:
             asked, declared = facts.get(f"sampling.{field}"), body.get(field)
             if asked is not None and declared is not None and asked != declared:
                 yield Reason("contract_mismatch", field, f"sampled with {asked}, the contract says {declared}")
