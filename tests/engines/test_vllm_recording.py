@@ -453,6 +453,75 @@ def test_a_scale_that_cannot_be_taken_out_exactly_compares_with_nothing(llm: Any
     assert adapter["digest"].startswith("sum64x2scaled:")
 
 
+def test_a_writer_that_begins_later_hears_everything_again(llm: Any) -> None:
+    with capture() as first:
+        attach(llm, weight_version="step-0")
+        generate(llm, PROMPTS, params())
+    llm.reset_prefix_cache()
+    with capture() as second:  # as a second init() does; nobody attached again
+        generate(llm, PROMPTS, params())
+
+    def said(events: Recording) -> list[tuple[str, Any]]:
+        kinds = ("contract.declared", "knob.applied", "prompt.recorded", "weights.loaded")
+        return [(e.type, e.fields.get("contract_id", e.fields.get("path"))) for e in events.of(*kinds)]
+
+    assert said(second) == said(first)
+    assert {f["contract_id"] for f in (e.fields for e in second.of("logprobs"))} <= {
+        e.fields["contract_id"] for e in second.of("contract.declared")
+    }
+    assert second.of("weights.loaded")[0].fields["tensors"]
+    assert {f["prompt_id"] for f, _ in samples(second)} == {e.fields["prompt_id"] for e in second.of("prompt.recorded")}
+
+
+def test_a_writer_that_begins_in_the_middle_of_a_request_knows_what_its_sample_names(llm: Any) -> None:
+    with capture():
+        attach(llm)
+        llm.enqueue([{"prompt_token_ids": PROMPTS[0]}], params(), use_tqdm=False)
+        llm.llm_engine.step()
+    with capture() as events:
+        llm.wait_for_completion(use_tqdm=False)
+    (scored,) = events.of("logprobs")
+    assert scored.fields["contract_id"] in {e.fields["contract_id"] for e in events.of("contract.declared")}
+    ((fields, _),) = samples(events)
+    assert fields["prompt_id"] == events.of("prompt.recorded")[0].fields["prompt_id"]
+
+
+def test_an_engine_that_cannot_be_read_is_asked_once_a_version(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def broken(self: Watch, question: str) -> list[dict[str, Any]]:
+        asked.append(question)
+        raise RuntimeError("a worker that has no digests")
+
+    monkeypatch.setattr(Watch, "ask", broken)
+    with capture(on_error="warn") as events:
+        attach(llm, weight_version="step-0")
+        for _ in range(3):
+            generate(llm, PROMPTS[:1], params())
+        llm.llm_engine.set_weight_version("step-1")
+        for _ in range(3):
+            generate(llm, PROMPTS[:1], params())
+    assert asked == ["describe", "weights"]
+    assert len(samples(events)) == len(events.of("logprobs")) == 6
+
+
+def test_with_recording_off_an_attached_engine_is_asked_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = attach(llm)
+    sampling = params()
+    outputs = generate(llm, PROMPTS, sampling)
+    monkeypatch.setattr(Watch, "ask", lambda self, question: pytest.fail(f"asked for {question}"))
+    watch.weights_loaded("step-1")
+    assert watch.record(outputs, sampling) == [watch.sample_id(o, o.outputs[0]) for o in outputs]
+
+
+def test_a_request_that_the_engine_refuses_is_not_kept(llm: Any) -> None:
+    with capture():
+        watch = attach(llm)
+        with pytest.raises(Exception, match="maximum context length"):
+            llm.llm_engine.add_request("long", {"prompt_token_ids": [70] * 600}, params())
+    assert len(watch.in_flight) == 0
+
+
 def _adapter(folder: Path, alpha: int) -> str:
     from safetensors.torch import save_file
 

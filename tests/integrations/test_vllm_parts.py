@@ -20,7 +20,7 @@ from rlk_ledger_sdk.integrations.vllm.held import Piece, Unread, pieces, sums
 from rlk_ledger_sdk.integrations.vllm.loads import added_up
 from rlk_ledger_sdk.integrations.vllm.requests import InFlight
 from rlk_ledger_sdk.integrations.vllm.samples import Finished, Identity, Request, record_completion
-from rlk_ledger_sdk.integrations.vllm.sampling import LogprobContracts
+from rlk_ledger_sdk.integrations.vllm.sampling import KEPT, LogprobContracts
 from rlk_ledger_sdk.integrations.vllm.steps import Steps
 from rlk_ledger_sdk.integrations.vllm.values import classes, numbers, sampled
 from rlk_ledger_sdk.integrations.vllm.versions import Versions
@@ -214,6 +214,20 @@ def test_what_had_arrived_of_a_request_cut_short_is_an_abort() -> None:
     assert list(flight.finished(output)) == []
     ((cut, _),) = flight.unfinished(output)
     assert (cut.token_ids, cut.finish_reason, part.finish_reason) == ([5, 6], "abort", None)
+
+
+def test_a_request_that_was_under_way_before_gives_no_part_of_itself() -> None:
+    last = SimpleNamespace(index=0, token_ids=[6], logprobs=[{6: entry(-2.0)}], finish_reason="stop")
+    assert list(InFlight().finished(SimpleNamespace(request_id="r", outputs=[last], finished=True))) == []
+
+
+def test_contracts_of_a_job_that_gives_every_request_its_own_are_not_kept_for_ever() -> None:
+    contracts = LogprobContracts({}, "processed_logprobs")
+    with capture() as events:
+        for i in range(2 * KEPT):
+            contracts.of(parameters(temperature=1 + i / 1000))
+    assert len(events.of("contract.declared")) == 2 * KEPT
+    assert len(contracts._ids) <= KEPT
 
 
 def test_what_only_some_engines_expose_is_recorded_where_it_is_exposed() -> None:

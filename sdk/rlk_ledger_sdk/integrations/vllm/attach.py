@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlk_ledger_sdk.api import current
+from rlk_ledger_sdk.api import recording
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.vllm import offline, online
 from rlk_ledger_sdk.integrations.vllm.front import Front
@@ -35,6 +35,7 @@ def attach(
     When recording is off nothing is wrapped. Attaching again returns a new Watch in place of the first. Raises
     UsageError for what is no vLLM engine.
     """
+    on = recording()
     front = Front(llm)
     before = vars(front.engine).get(_ATTRIBUTE)
     if before is not None:
@@ -50,17 +51,19 @@ def attach(
         weight_version=weight_version,
         wire_dtype=wire_dtype,
     )
-    if not current().enabled:
+    if not on:
         return watch
-    if before is not None and before.writer_id == watch.writer_id:
-        watch.take_over(before)
+    if before is not None:
+        watch.in_flight = before.in_flight
+        if before.writer_id == watch.writer_id:
+            watch.take_over(before)
     front.engine.__dict__[_ATTRIBUTE] = watch
     if front.is_async:
         if wrap:
             online.wrap(watch)
         return watch
     with guarded("vllm engine"):
-        offline.begin(watch)
+        watch.begin()
     if wrap:
         offline.wrap(watch)
     return watch

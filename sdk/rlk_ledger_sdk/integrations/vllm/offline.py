@@ -8,16 +8,6 @@ from rlk_ledger_sdk.integrations.vllm.calls import finishes, load_path, moves_we
 from rlk_ledger_sdk.integrations.vllm.watch import Watch
 
 
-def begin(watch: Watch) -> None:
-    """Reads the running engine once and records the weights it starts with."""
-    get = getattr(watch.front.engine, "get_weight_version", None)
-    if get is not None:
-        watch.label_initial(get())
-    if not watch.ready:
-        watch.describe(watch.ask("describe"), watch.front.scheduler())
-    _settle(watch)
-
-
 def wrap(watch: Watch) -> None:
     """Wraps the engine object's own methods; each calls the original first and returns what it returned."""
     engine, put = watch.front.engine, watch.wraps.put
@@ -33,19 +23,18 @@ def wrap(watch: Watch) -> None:
         put(watch.front.core.scheduler, "schedule", watch.steps.wrap)
 
 
-def _settle(watch: Watch) -> None:
-    if watch.versions.unsettled and watch.versions.current is not None:
-        watch.settle(watch.ask("weights"))
-
-
 def _adding(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("vllm engine"):
+            watch.begin()
         with guarded("vllm request"):
-            if watch.versions.unsettled:
-                _settle(watch)
             if hasattr(params, "output_kind"):
                 watch.in_flight.add(request_id, watch.request(params))
-        return original(request_id, prompt, params, *args, **kwargs)
+        try:
+            return original(request_id, prompt, params, *args, **kwargs)
+        except Exception:  # the engine took nothing in
+            watch.in_flight.drop(request_id)
+            raise
 
     return add_request
 
@@ -54,13 +43,17 @@ def _stepping(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         if outputs:
+            with guarded("vllm engine"):
+                watch.notice()
+                if not watch.ready:
+                    watch.begin()
             for output in outputs:
                 with guarded("vllm outputs"):
                     if type(output).__name__ == "RequestOutput":
                         watch.take(output)
             with guarded("vllm weights"):
                 if watch.versions.unsettled and watch.adapters:
-                    _settle(watch)  # an adapter is loaded by the first request that names it
+                    watch.begin()  # an adapter is loaded by the first request that names it
         return outputs
 
     return step
@@ -82,9 +75,10 @@ def _calling(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(method, timeout, args, kwargs)
         with guarded("vllm weights"):
             if watch.versions.must_settle_first:
-                _settle(watch)
+                watch.begin()
         result = original(method, timeout, args, kwargs)
-        watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
+        with guarded("vllm weights"):
+            watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
         return result
 
     return collective_rpc

@@ -18,17 +18,12 @@ class _Starting:
 
     async def __call__(self) -> None:
         watch = self._watch
-        if watch.ready and not (watch.versions.unsettled and watch.versions.current is not None):
+        if not watch.behind:
             return
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             with guarded("vllm engine"):
-                if not watch.ready:
-                    get = getattr(watch.front.engine, "get_weight_version", None)
-                    watch.label_initial(await get() if get is not None else None)
-                    watch.describe(await watch.ask_async("describe"), await watch.front.scheduler_async())
-                if watch.versions.unsettled and watch.versions.current is not None:
-                    watch.settle(await watch.ask_async("weights"))
+                await watch.begin_async()
 
 
 def wrap(watch: Watch) -> None:
@@ -54,6 +49,9 @@ def _generating(watch: Watch, started: _Starting, original: Callable[..., Any]) 
         last = None
         try:
             async for output in outputs:
+                watch.notice()
+                if not watch.ready:
+                    await started()
                 with guarded("vllm outputs"):
                     watch.take(output)
                 last = output
@@ -75,7 +73,8 @@ def _calling(watch: Watch, started: _Starting, original: Callable[..., Any]) -> 
         if watch.versions.must_settle_first:
             await started()
         result = await original(method, timeout, args, kwargs)
-        watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
+        with guarded("vllm weights"):
+            watch.versions.loaded(load_path(kwargs), finishing=finishes(method))
         return result
 
     return collective_rpc

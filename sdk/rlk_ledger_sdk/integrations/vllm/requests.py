@@ -32,10 +32,13 @@ class InFlight:
                 del self._partial[key]
 
     def finished(self, output: Any) -> Iterator[tuple[Any, Request]]:
-        """(completion, request) of every completion that `output` finishes, whole even where it came in deltas."""
+        """(completion, request) of every completion that `output` finishes, whole even where it came in deltas.
+
+        Of a request that was never added nothing is known to be whole: it gives none.
+        """
         request = self._requests.get(output.request_id)
         if request is None:
-            request = Request()
+            return
         delta = request.params is not None and request.params.output_kind.name == _DELTA
         for completion in output.outputs:
             if delta:

@@ -5,6 +5,8 @@ from typing import Any
 
 from rlk_ledger_sdk.declared import declare
 
+KEPT = 256
+"""Contracts remembered: a job may give every request sampling parameters of its own."""
 GREEDY = 1e-5
 """vLLM samples greedily below this temperature, and then divides no logits by it."""
 _PENALTIES = (("presence", "presence_penalty", 0.0), ("frequency", "frequency_penalty", 0.0))
@@ -50,6 +52,8 @@ class LogprobContracts:
         key = _key(params) if self.mode.startswith("processed") else ()
         known = self._ids.get(key)
         if known is None:
+            if len(self._ids) >= KEPT:
+                self._ids.clear()
             known = self._ids[key] = declare("logprob", self.body(params))
         return known
 

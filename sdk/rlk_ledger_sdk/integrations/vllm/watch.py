@@ -8,7 +8,7 @@ from typing import Any
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import token_digest
 from rlk_ledger_sdk.api import current, record
-from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.declared import Told, declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.vllm import loads, names, settings
 from rlk_ledger_sdk.integrations.vllm.front import Front
@@ -51,11 +51,12 @@ class Watch:
         """Names of the LoRA adapters in use, by id."""
         self.ready = False
         self._requested = dict(requested)
-        self._contracts: LogprobContracts | None = None
+        self._contracts = LogprobContracts({}, str(front.config.model_config.logprobs_mode))
         self._digest: str | None = None
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._count = itertools.count()
         self._prefix = str(current().writer_id or "")
+        self._told = Told()
         self.steps = Steps(engine, self._prefix)
         self._identity = Identity(
             engine=engine,
@@ -85,8 +86,12 @@ class Watch:
         params = list(sampling_params) if many else [sampling_params] * len(outputs)
         if len(params) != len(outputs):
             raise UsageError(f"vllm: record() got {len(outputs)} outputs and {len(params)} sampling parameters.")
+        if not current().enabled:
+            return [self._identity.sample_id(o, c) for o in outputs for c in o.outputs if c.finish_reason is not None]
         done: list[str] = []
         with guarded("vllm outputs"):
+            if not self.front.is_async:
+                self.begin()
             for output, one in zip(outputs, params):
                 self.in_flight.add(output.request_id, self.request(one))
                 done += self.take(output)
@@ -100,14 +105,61 @@ class Watch:
         if self.front.is_async:
             raise UsageError("vllm: an AsyncLLM answers asynchronously; use `await watch.weights_loaded_async(...)`.")
         self._name(version, path)
-        with guarded("vllm weights"):
-            self.settle(self.ask("weights"))
+        if current().enabled:
+            with guarded("vllm weights"):
+                self.settle(self.ask("weights"))
 
     async def weights_loaded_async(self, version: str, path: str | None = None) -> None:
         """The same for an AsyncLLM."""
         self._name(version, path)
-        with guarded("vllm weights"):
-            self.settle(await self.ask_async("weights"))
+        if current().enabled:
+            with guarded("vllm weights"):
+                self.settle(await self.ask_async("weights"))
+
+    def begin(self) -> None:
+        """Reads the running engine where its writer has not been told of it, and the weights it holds."""
+        if not self.behind:
+            return
+        try:
+            if not self.ready:
+                get = getattr(self.front.engine, "get_weight_version", None)
+                self.label_initial(get() if get is not None else None)
+                self.describe(self.ask("describe"), self.front.scheduler())
+            if self.behind:
+                self.settle(self.ask("weights"))
+        except Exception:
+            self.refused()
+            raise
+
+    async def begin_async(self) -> None:
+        """The same for an AsyncLLM."""
+        try:
+            if not self.ready:
+                get = getattr(self.front.engine, "get_weight_version", None)
+                self.label_initial(await get() if get is not None else None)
+                self.describe(await self.ask_async("describe"), await self.front.scheduler_async())
+            if self.behind:
+                self.settle(await self.ask_async("weights"))
+        except Exception:
+            self.refused()
+            raise
+
+    def notice(self) -> None:
+        """Takes note of a writer that began since: it has not heard what the one before was told."""
+        if self._told.to_another():
+            self.ready, self._digest = False, None
+            self._prompts.clear()
+            self.versions.unsettled = self.versions.current is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether the engine is to be read before its next request: it was not yet, or its weights moved."""
+        self.notice()
+        return not self.ready or (self.versions.unsettled and self.versions.current is not None)
+
+    def refused(self) -> None:
+        """The engine could not be read; it is not asked again before something changes."""
+        self.ready, self.versions.unsettled = True, False
 
     def detach(self) -> None:
         """Stops recording; every method that was wrapped is again what it was."""
@@ -137,7 +189,7 @@ class Watch:
         before.detach()
         version = self.versions.current
         self.versions, self._digest, self.adapters = before.versions, before._digest, before.adapters
-        self.in_flight, self.ready, self._contracts = before.in_flight, before.ready, before._contracts
+        self.ready, self._contracts = before.ready, before._contracts
         if version is not None:
             self.versions.named(version)
 
@@ -173,7 +225,7 @@ class Watch:
         settings.record_all(self.front.config, requested, {**first.get("settings", {}), **scheduler})
 
     def settle(self, answers: Sequence[Mapping[str, Any]] | None) -> None:
-        """Records what the workers hold under the current version. answers: one per worker; None: already done."""
+        """Records what the workers hold under the current version. answers: one per worker; None: not asked."""
         version = self.versions.current
         if version is None or not self.versions.unsettled:
             return
