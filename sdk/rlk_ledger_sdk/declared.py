@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlk_ledger_schemas.fingerprints import contract_id
-from rlk_ledger_sdk.api import acting, record
+from rlk_ledger_sdk.api import acting, current, record
 
 _KEPT = 256
 _ids: dict[tuple[Any, ...], str] = {}
@@ -38,7 +38,7 @@ class Told:
     """Which writer was told what is said once. A second init() opens another one, and a forked child becomes one."""
 
     def __init__(self) -> None:
-        self._writer = acting().writer()
+        self._writer = current().writer()
 
     def to_another(self) -> bool:
         """Whether another writer records now than was told last; that one counts as told from here on.

@@ -113,7 +113,7 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """The whole job on this rank; returns what the tests compare."""
     mm.start(rank, job["world"], job["store"], tp=job["tp"], pp=job.get("pp", 1))
     if job.get("ledger") and rank not in job.get("silent", []):
-        open_recorder(job)
+        open_recorder(job | {"run_id": "before"} if job.get("again") else job)
     model = mm.build(job["model"], job.get("dtype", "bfloat16"), vocab=job.get("vocab"))
     watched = wrap(model) if job.get("wrap") else model
     watch = megatron.attach(
@@ -123,6 +123,8 @@ def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
         vocab_size=job.get("vocab_size"),
         requested=job.get("requested"),
     )
+    if job.get("again"):
+        open_recorder(job)
     out: dict[str, Any] = {}
     if job.get("acks"):
         score_for_ever(job, watched, watch, rank)

@@ -105,7 +105,7 @@ class Run:
         """What audit and replay read."""
         return load_history(self.ledger(), "r")
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: str, run_id: str = "r") -> list[dict[str, Any]]:
         """The envelopes of one type, arrays added, in the order of writer and number."""
-        found = [(w, s, e | a) for w, s, e, a in self.ledger().read_events("r", {kind})]
+        found = [(w, s, e | a) for w, s, e, a in self.ledger().read_events(run_id, {kind})]
         return [event for _, _, event in sorted(found, key=lambda one: one[:2])]

@@ -150,7 +150,7 @@ def test_a_missing_tensor_rank_is_named(job: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"world": 1},
+        {"world": 1, "again": True},
         {"give_values": True},
         {"vocab": 384, "vocab_size": 272, "profile": True},
         {"tp": 1, "pp": 2},
@@ -176,6 +176,21 @@ def test_the_published_digest_is_that_of_the_checkpoint(job: Callable[..., Any],
             n: tuple(t.shape) for n, t in tensors.items()
         }
     assert published["v0"]["digest"] != published["v0+1"]["digest"]
+
+
+def test_a_run_that_begins_after_attach_hears_what_the_rank_runs(job: Callable[..., Any]) -> None:
+    """Claim: after a second init() settings and contracts are in the new run too, once, as they were in the first."""
+    run = job(exported=True, world=1, again=True)
+
+    def said(run_id: str) -> list[Any]:
+        knobs = [(e["path"], e.get("actual")) for e in run.events("knob.applied", run_id)]
+        kinds = [e["kind"] for e in run.events("contract.declared", run_id) if e["kind"] != "logprob"]
+        return [knobs, kinds]
+
+    assert said("r") == said("before")
+    assert len(said("r")[0]) > 10
+    declared = {e["contract_id"] for e in run.events("contract.declared")}
+    assert {e["contract_id"] for e in run.events("logprobs")} <= declared
 
 
 def test_the_last_pipeline_stage_records_the_scores(job: Callable[..., Any]) -> None:

@@ -417,6 +417,18 @@ def test_the_precision_in_force_is_read_from_the_model(framework: str) -> None:
     assert events.of("contract.declared")[0].fields["body"]["compute_dtype"] == "bfloat16"
 
 
+def test_a_run_that_begins_later_hears_the_precision_again(framework: str) -> None:
+    base = f"rlk_ledger.integrations.{framework}"
+    args = hooks(framework, custom_megatron_before_log_prob_hook_path=f"{base}.before_log_prob", bf16=True)
+    data = job.rollout(job.make_args(), 0, job.prompts(0, 1, 4))
+    trainer = job.Trainer(args)
+    for rollout_id in (0, 1):
+        with capture(role="training") as events:
+            for _ in range(2):
+                trainer.train_actor(rollout_id, data)
+        assert len(events.of("knob.applied")) == 1
+
+
 def test_a_trainer_that_shows_no_count_leaves_the_version_absent(framework: str) -> None:
     data = job.rollout(job.make_args(), 0, job.prompts(0, 1, 4))
     data["log_probs"] = job.Trainer(job.make_args()).log_probs(data)

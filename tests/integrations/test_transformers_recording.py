@@ -151,6 +151,23 @@ def test_padding_is_no_part_of_a_prompt_and_ends_are_told_apart(model16: Any) ->
     assert events.of("batch.layout")[0].fields["padding_side"] == "left"
 
 
+def test_a_writer_that_begins_later_hears_what_the_model_is(model16: Any) -> None:
+    with capture() as first:
+        watched = hf.attach(model16, engine="hf-0")
+        watched.published("v0")
+    with capture() as second:
+        watched.published("v0")
+        draw(model16, watched.generate, sample_ids=["a", "b", "c"])
+    kinds = ("knob.applied", "contract.declared")
+
+    def said(events: Recording) -> list[Any]:
+        return [e.fields.get("path", e.fields.get("contract_id")) for e in events.of(*kinds)]
+
+    assert said(second)[: len(said(first))] == said(first)
+    assert second.of("logprobs")[0].fields["contract_id"] in said(second)
+    assert second[0].type == "knob.applied"
+
+
 def test_greedy_decoding_applies_no_temperature_and_the_contract_says_so(model16: Any) -> None:
     with capture() as events:
         ids, mask = padded(PROMPTS)

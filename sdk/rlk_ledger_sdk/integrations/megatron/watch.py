@@ -7,7 +7,7 @@ from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_sdk.api import record
-from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.declared import Told, declare
 from rlk_ledger_sdk.exchange import TIMEOUT_S, collect, give
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.megatron import contracts
@@ -24,10 +24,20 @@ from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 class Watch:
     """What `attach` returns. `place` is None while recording is off, and every call then does nothing."""
 
-    def __init__(self, engine: str, stage: Stage, place: Place, temperature: float, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        engine: str,
+        stage: Stage,
+        place: Place,
+        temperature: float,
+        vocabulary: Vocabulary,
+        requested: Mapping[str, Any],
+    ) -> None:
         self.engine = engine
         self.place = place
         self._stage = stage
+        self._requested = dict(requested)
+        self._told = Told()
         self._temperature = temperature
         self._vocabulary = vocabulary
         self._layouts = 0
@@ -54,6 +64,7 @@ class Watch:
         caller gives every micro-batch's values to `scored.values`, so a rank that holds the whole vocabulary computes
         nothing of its own.
         """
+        self._tell_another()
         heat = self._temperature if temperature is None else temperature
         group = _groups()["tp"] if reduce and self.place.tp.size > 1 else None
         scored = Scoring(
@@ -99,6 +110,7 @@ class Watch:
         collective is entered: a rank that gives nothing within `timeout_s` seconds leaves a gap that names it.
         path: where the checkpoint was written, for replay. dtype: the torch dtype the export casts to, when it casts.
         """
+        self._tell_another()
         if self.place.dp.rank or self.place.cp.rank:
             return NOT_RECORDED
         with guarded("megatron.published"):
@@ -153,9 +165,16 @@ class Watch:
         self._layouts += 1
         return self._layouts - 1
 
-    def declare_once(self, requested: Mapping[str, Any]) -> None:
+    def _tell_another(self) -> None:
+        """A writer that began since hears what this rank runs before it hears anything of a pass."""
+        if self._told.to_another():
+            with guarded("megatron.attach"):
+                _record_version()
+                self.declare_once()
+
+    def declare_once(self) -> None:
         """Records settings, contracts and collectives of this rank."""
-        record_settings(self._stage, self.place, requested)
+        record_settings(self._stage, self.place, self._requested)
         record_collectives(self._stage, self.place, _groups())
         for kind, body_of in (
             ("norm", contracts.norm_body),
@@ -208,21 +227,25 @@ def attach(
     policy that does not exist, is logged and leaves a gap; under `on_error=raise` it raises UsageError.
     """
     with guarded("megatron.attach"):
-        opened = read_back(
-            "megatron.version",
-            requested=None,
-            actual=version(),
-            evidence="megatron.core.__version__",
-            lifecycle="build",
-        )
+        opened = _record_version()
         if opened.writer_id is None:
             return Off()
         stage = unwrap(model)
         vocabulary = _vocabulary(int(stage.first.vocab_size), vocab_size, padded_vocab_policy)
-        watch = Watch(engine, stage, read_place(), temperature, vocabulary)
-        watch.declare_once(requested or {})
+        watch = Watch(engine, stage, read_place(), temperature, vocabulary, requested or {})
+        watch.declare_once()
         return watch
     return Off()
+
+
+def _record_version() -> Reference:
+    return read_back(
+        "megatron.version",
+        requested=None,
+        actual=version(),
+        evidence="megatron.core.__version__",
+        lifecycle="build",
+    )
 
 
 def _vocabulary(size: int, real: int | None, policy: str) -> Vocabulary:

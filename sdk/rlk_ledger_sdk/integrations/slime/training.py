@@ -10,6 +10,7 @@ from typing import Any
 
 from rlk_ledger_schemas.errors import EventError
 from rlk_ledger_sdk.api import current
+from rlk_ledger_sdk.declared import Told
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.slime.batch import Row, Rows, record_layout, rows_of
 from rlk_ledger_sdk.integrations.slime.framework import Framework
@@ -32,6 +33,7 @@ class TrainingHooks:
         self._rows = Rows({})
         self._step: int | None = None  # None: no hook has said which update this is
         self._dtype: str | None = None
+        self._told = Told()
 
     def postprocess(self, args: Any, *given: Any) -> Any:
         """--rollout-data-postprocess-path: records the log-probabilities this rank trains against.
@@ -50,7 +52,7 @@ class TrainingHooks:
         """--custom-megatron-before-log-prob-hook-path: reads back the precision the pass is about to run in."""
         inner = own(self.framework, args, "before_log_prob_hook", hook=self.before_log_prob)
         result = None if inner is None else inner(args, model, store_prefix)
-        if self._dtype is None and recording(self.framework, args, "training"):
+        if recording(self.framework, args, "training") and (self._told.to_another() or self._dtype is None):
             with guarded(f"{self.framework.name} before log-prob"):
                 self._read_back(args, model)
         return result

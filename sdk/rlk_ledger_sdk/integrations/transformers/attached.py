@@ -1,10 +1,10 @@
 """One model of a job, attached: what it is, which weights it holds, what it generated, what it scored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlk_ledger_sdk.api import recording
-from rlk_ledger_sdk.declared import declare
+from rlk_ledger_sdk.declared import Told, declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.fsdp import is_sharded, record_sharding
 from rlk_ledger_sdk.integrations.torch import short_dtype
@@ -31,6 +31,21 @@ class Attached:
         self.weight_version: str | None = None
         self.on = recording()
         self._layouts = 0
+        self._told = Told()
+        self._once: list[Callable[[], None]] = []
+
+    def once(self, say: Callable[[], None]) -> None:
+        """Runs `say`, which records what the model or its job is, now and for every writer that begins later."""
+        if self.on:
+            self._once.append(say)
+            with guarded("transformers attach"):
+                say()
+
+    def _tell_another(self) -> None:
+        if self._told.to_another():
+            for say in self._once:
+                with guarded("transformers attach"):
+                    say()
 
     def contract(self, **semantics: Any) -> str:
         """Declares a logprob contract with these semantics over the model's own dtypes; returns its id."""
@@ -40,6 +55,7 @@ class Attached:
         """Records the digests of what the model holds as `weights.published`; see `held.published`."""
         self.weight_version = weight_version
         if self.on:
+            self._tell_another()
             with guarded("transformers weights"):
                 held.published(self.model, weight_version, dtype=dtype, **fields)
 
@@ -47,6 +63,7 @@ class Attached:
         """Records the digest of what the model holds as `weights.loaded`: call it after every load or copy."""
         self.weight_version = weight_version
         if self.on:
+            self._tell_another()
             with guarded("transformers weights"):
                 engine = self.engine or type(self.model).__name__
                 held.loaded(self.model, weight_version, engine=engine, **fields)
@@ -84,6 +101,7 @@ class Attached:
         **fields: Any,
     ) -> None:
         """Records a Generation (see `generation_of`) under this model's contract and weight version."""
+        self._tell_another()
         semantics = generation.drawn.semantics(generation.mode)
         body = logprob_body(self.model, **semantics)
         record_generation(
@@ -124,6 +142,7 @@ class Attached:
         """
         if not self.on:
             return
+        self._tell_another()
         with guarded("transformers scores"):
             packed = position_ids is not None
             where: list[Response] = (
@@ -166,10 +185,12 @@ def attach(model: Any, *, engine: str | None = None, requested: Mapping[str, Any
     `model.attention`, `torch.deterministic_algorithms` ...). Nothing of the model is changed.
     """
     attached = Attached(model, engine)
-    if attached.on:
-        with guarded("transformers attach"):
-            record_settings(model, requested)
-            if is_sharded(model):
-                record_sharding(model, requested)
-            declare_numerics(model)
+
+    def say() -> None:
+        record_settings(model, requested)
+        if is_sharded(model):
+            record_sharding(model, requested)
+        declare_numerics(model)
+
+    attached.once(say)
     return attached

@@ -300,12 +300,15 @@ def attach_trainer(
     attached = attach(trainer.model, engine=engine, requested=requested)
     watched = Watched(trainer, attached)
     if attached.on:
-        with guarded("trl settings"):
-            for name in _SETTINGS:
-                _setting(trainer, name)
+        attached.once(lambda: _record_settings(trainer))
         trainer.add_callback(trainer_callback(attached, every=every))
         watched.wrap()
     return watched
+
+
+def _record_settings(trainer: Any) -> None:
+    for name in _SETTINGS:
+        _setting(trainer, name)
 
 
 def _setting(trainer: Any, name: str) -> None:
