@@ -203,7 +203,8 @@ def findings(found: LiveFindings | None) -> list[Finding]:
                 missing.setdefault(attempt.reason, []).append(attempt.role)
         for reason, roles in missing.items():
             told = {"scorer": one.wanted.label, "arms": sorted(set(roles))}
-            out.append(Finding("replay.failed", told, {"reason": reason}, _sentence(reason)))
+            step = f"The {one.wanted.label} scorer has no values: {reason.rstrip('.')}."
+            out.append(Finding("replay.failed", told, {"reason": reason}, step))
     if found.agree32 is False:
         body = found.as_dict()["float32"]
         step = "Find out which of the two is wrong before believing either: the shares rest on it."
@@ -370,7 +371,3 @@ def _attempt_dict(one: Attempt) -> dict[str, Any]:
         "layout": one.layout,
         "elapsed_s": round(one.elapsed, 3),
     }
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."

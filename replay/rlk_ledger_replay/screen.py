@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -68,10 +68,12 @@ def _headline(result: ReplayResult) -> Text:
 
 
 def _title(result: ReplayResult) -> str:
-    """The first thing to know: an error the record alone shows comes before what replay measured."""
-    errors = [one for one in result.audit.findings if one.severity == "error"]
-    if errors:
-        return f"{errors[0].finding_id}: {FINDINGS[errors[0].finding_id].meaning}"
+    """The first thing to know: an error the record alone shows, or the gap that keeps a clean drift from passing."""
+    first = [one for one in result.audit.findings if one.severity == "error"]
+    if result.verdict == "inconclusive" and result.decision.verdict == "pass":
+        first = [one for one in result.findings if one.severity in ("error", "gap")]
+    if first:
+        return f"{first[0].finding_id}: {FINDINGS[first[0].finding_id].meaning}"
     return result.decision.decision.replace("_", " ")
 
 
@@ -181,7 +183,7 @@ class Bar:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total}"),
+            MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,

@@ -33,6 +33,7 @@ from rlk_ledger_replay.replay_command import replay as command
 from rlk_ledger_replay.report import live as shown
 from rlk_ledger_replay.report.answers import Answer as Answered
 from rlk_ledger_replay.report.gather import gather
+from rlk_ledger_replay.report.headline import headline, unmeasured
 from rlk_ledger_replay.report.page import render
 from rlk_ledger_replay.run import ReplayResult, replay
 from rlk_ledger_replay.scorers.child import Answer, run_child
@@ -247,6 +248,23 @@ def test_an_engine_that_fails_is_an_error_attempt_and_the_replay_goes_on(make_ru
     assert result.exit_code == 3
     statuses = ledger.sql("select distinct status from cases where arm like 'live:%'").fetchall()
     assert statuses == [("error",)]
+
+
+def test_what_leaves_a_replay_undecided_is_said_first_and_once(make_run: Make) -> None:
+    """The drift is within its floor and an engine that was asked for could not be had: the reader learns both."""
+    ledger = make_run(groups=8)
+    result = replayed(ledger, "reference", pythons={"reference": "/nowhere/python"})
+    text = Console(width=200, record=True, file=io.StringIO())
+    screen.show(result, ledger.url, text)
+    assert text.export_text().startswith("INCONCLUSIVE · replay.failed: an arm of the replay could not be measured")
+    (gap,) = [one for one in result.findings if one.severity == "gap"]
+    assert gap.next_step.startswith("The reference scorer has no values: ")
+    report = gather(ledger, "r1")
+    assert "An arm of the replay could not be measured (scorer reference" in headline(report).happened
+    assert "times its measured noise floor" in headline(report).happened
+    lines = unmeasured(report)
+    assert len(lines) == len(set(lines))
+    assert sum("/nowhere/python" in line for line in lines) == 2, "one line for each of its two roles"
 
 
 def test_engines_are_not_started_where_the_reference_could_not_score(make_run: Make) -> None:

@@ -72,12 +72,18 @@ def headline(report: Report) -> Headline:
 
 
 def _happened(lead: Answer, verdict: str) -> str:
-    """The first error the record itself shows, in words, then the verdict's own reason unless it says the same."""
-    reason = str((lead.verdict or {}).get("reason") or "").strip()
+    """The first error the record itself shows, in words, then the verdict's own reason unless it says the same.
+
+    A gap is told the same way where it alone keeps a drift within its floor from passing.
+    """
+    fields = lead.verdict or {}
+    reason = str(fields.get("reason") or "").strip()
     parts = [_sentence(reason)] if reason else []
+    undecided = verdict == "inconclusive" and fields.get("decision") == "within_floor"
+    telling = ("error", "gap") if undecided else ("error",)
     for finding in lead.findings:
         known = FINDINGS.get(str(finding.get("finding_id")))
-        if finding.get("severity") != "error" or known is None or finding["finding_id"] in _BY_REPLAY:
+        if finding.get("severity") not in telling or known is None or finding["finding_id"] in _BY_REPLAY:
             continue
         where = finding.get("where")
         rows = flat({name: value for name, value in where.items() if value}) if isinstance(where, dict) else []
@@ -205,4 +211,4 @@ def unmeasured(report: Report) -> list[str]:
             "No audit of this run is recorded either; the findings here come from an audit made for this page. "
             f"`rlk-ledger audit {run}` repeats it."
         )
-    return out
+    return list(dict.fromkeys(out))
