@@ -333,6 +333,9 @@ class VocabParallelEmbedding(torch.nn.Module):
             setattr(self, name, value)
 
 
+class ParallelLMHead(VocabParallelEmbedding): ...
+
+
 FUSED: Any = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS, KV, SIZE, HIDDEN, INNER, VOCABULARY, PADDED = 4, 2, 4, 16, 24, 10, 16
 
@@ -408,8 +411,8 @@ def rank_model(whole: dict[str, torch.Tensor], size: int, rank: int) -> torch.nn
     return model
 
 
-def answer(model: Any, rank: int) -> dict[str, Any]:
-    out: dict[str, Any] = {"replica": 0, "sums": {}, "copies": {}, "shapes": {}, "unread": {}}
+def answer(model: Any, rank: int, stage: int = 0) -> dict[str, Any]:
+    out: dict[str, Any] = {"replica": 0, "stage": stage, "sums": {}, "copies": {}, "shapes": {}, "unread": {}}
     for piece in pieces(model, rank):
         if isinstance(piece, Unread):
             out["unread"][piece.name] = piece.reason
@@ -434,6 +437,59 @@ def test_data_parallel_replicas_are_not_added_up() -> None:
     whole = whole_model()
     first = answer(rank_model(whole, 1, 0), 0)
     assert added_up([first, {**first, "replica": 1}]).digest == state_digest(whole)[0]
+
+
+def stages(whole: dict[str, torch.Tensor], size: int) -> list[tuple[Any, int, int]]:
+    """(model, tensor rank, stage): the second of two pipeline stages holds the embedding again, for its tied head."""
+    models = [(rank_model(whole, size, rank), rank) for rank in range(size)]
+    lasts = []
+    for model, rank in models:
+        last = torch.nn.Module()
+        last.embed_tokens = VocabParallelEmbedding(
+            model.embed_tokens.weight.data.clone(),  # type: ignore[operator, union-attr]
+            **{k: getattr(model.embed_tokens, k) for k in ("tp_size", "tp_rank", "org_vocab_size", "shard_indices")},
+        )
+        lasts.append((last, rank))
+    return [(m, r, 0) for m, r in models] + [(m, r, 1) for m, r in lasts]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_embedding_on_two_pipeline_stages_counts_once_and_is_compared(size: int) -> None:
+    held = stages(whole_model(), size)
+    found = added_up([answer(*one) for one in held])
+    assert (found.digest, found.differing) == (state_digest(whole_model())[0], [])
+    last: Any = held[-1][0]
+    last.embed_tokens.weight.data[0, 0] += 1
+    assert added_up([answer(*one) for one in held]).differing == ["embed_tokens.weight"]
+
+
+class Packed:
+    """The method of a layer whose kernel multiplies by a copy made when the weights were loaded."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.copy = weight.clone()
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.copy)
+
+
+class UnquantizedPacked(Packed): ...
+
+
+@pytest.mark.parametrize("module", ["attn.o_proj", "attn.qkv_proj", "mlp.gate_up_proj", "head"])
+def test_a_weight_written_beside_its_packed_copy_is_not_what_the_layer_holds(module: str) -> None:
+    whole = whole_model()
+    model = rank_model(whole, 1, 0)
+    places = SimpleNamespace(num_org_elements=VOCABULARY, org_vocab_start_index=0)
+    model.head = ParallelLMHead(
+        whole["embed_tokens.weight"].clone(), tp_size=1, tp_rank=0, org_vocab_size=VOCABULARY, shard_indices=places
+    )
+    before = added_up([answer(model, 0)])
+    layer: Any = model.get_submodule(module)
+    layer.quant_method, layer.cpu_linear = UnquantizedPacked(layer.weight.data), object()
+    assert added_up([answer(model, 0)]).digest == before.digest
+    layer.weight.data += 1  # loaded in place: the kernel's copy is what it was
+    assert added_up([answer(model, 0)]).digest == before.digest
 
 
 @pytest.mark.parametrize(("module", "size"), [("attn.qkv_proj", 1), ("mlp.down_proj", 2), ("embed_tokens", 4)])

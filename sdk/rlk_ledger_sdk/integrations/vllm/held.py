@@ -2,7 +2,8 @@
 
 The loader fuses, shards, replicates and pads. This module undoes each by the layer's own fields: fused projections are
 views, shards know where they sit in the whole tensor, replicated tensors count on one rank, vocabulary padding is left
-out, a tied head is the embedding as long as it multiplies by it. Sums of shards add up to the sum of the whole tensor
+out, a tied head is the embedding as long as it multiplies by it; where a layer keeps a weight and a kernel's packed
+copy of it, what it multiplies by is what it holds. Sums of shards add up to the sum of the whole tensor
 (`rlk_ledger_sdk.weights`).
 """
 
@@ -16,7 +17,7 @@ ROWS = 1 << 22
 BLOCK = 256
 """Unit vectors sent through a kernel at once."""
 PROBES = 64
-"""Columns of a tied head that are compared with the embedding: a copy of other weights differs in nearly all."""
+"""Columns of a packed copy that are compared with the weight beside it: a copy of others differs in nearly all."""
 
 
 class Piece(NamedTuple):
@@ -45,7 +46,7 @@ def pieces(model: Any, tp_rank: int) -> Iterator[Piece | Unread]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         if tied and path.rpartition(".")[2] == "lm_head":
-            yield from _stale_copy(path, module, tp_rank)
+            yield from _head_apart(path, module, tp_rank)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or "lora_" in path:
@@ -86,7 +87,8 @@ def _of_parameter(
         yield Unread(name, f"it is quantised ({method})")
         return
     if "VocabParallelEmbedding" in kinds:
-        yield from _vocabulary(name, module, parameter, tp_rank)
+        held = _multiplied_by(module, parameter) if leaf == "weight" and "ParallelLMHead" in kinds else parameter
+        yield from _vocabulary(name, module, held, tp_rank)
     elif "LinearBase" in kinds:
         yield from _linear(path, leaf, module, parameter, fused, kinds, tp_rank)
     elif parameter.numel() == 0:
@@ -95,21 +97,29 @@ def _of_parameter(
         yield Piece(name, parameter.detach(), tuple(parameter.shape), 0, 0, tp_rank == 0)
 
 
-def _stale_copy(path: str, head: Any, tp_rank: int) -> Iterator[Piece | Unread]:
-    """The weight a tied head really multiplies by, where that is no longer the embedding's.
+def _head_apart(path: str, head: Any, tp_rank: int) -> Iterator[Piece | Unread]:
+    """A tied head that multiplies by something else than the embedding it shares.
 
-    A CPU build packs a copy for its kernel; a reload that follows names finds no tensor for a tied head and leaves the
-    old copy in use under the new embedding. Probed at some columns, read whole when one of them differs.
+    A reload that follows names finds no tensor for a tied head, and leaves an old packed copy under the new embedding.
     """
     weight = getattr(head, "weight", None)
-    if weight is None or getattr(head, "cpu_linear", None) is None or weight.dim() != 2:
-        return
+    if weight is not None and (used := _multiplied_by(head, weight)) is not weight:
+        yield from _vocabulary(f"{path}.weight", head, used, tp_rank)
+
+
+def _multiplied_by(module: Any, weight: Any) -> Any:
+    """`weight` itself, or the packed copy that the layer really multiplies by where that no longer equals it.
+
+    A CPU build packs a copy for its kernel; a load that writes the weight in place leaves the copy as it was. Probed at
+    some columns, read whole when one of them differs.
+    """
+    if getattr(module, "cpu_linear", None) is None or weight.dim() != 2 or not weight.numel():
+        return weight
     columns = sorted({int(i * (weight.shape[1] - 1) / (PROBES - 1)) for i in range(PROBES)})
-    seen = _through_kernel(head, weight, columns)
+    seen = _through_kernel(module, weight, columns)
     if seen is None or bool((seen == weight.detach()[:, columns]).all()):
-        return
-    used = _through_kernel(head, weight, range(weight.shape[1]))
-    yield from _vocabulary(f"{path}.weight", head, used, tp_rank)
+        return weight
+    return _through_kernel(module, weight, range(weight.shape[1]))
 
 
 def _vocabulary(name: str, module: Any, parameter: Any, tp_rank: int) -> Iterator[Piece | Unread]:
@@ -127,7 +137,10 @@ def _linear(
     path: str, leaf: str, module: Any, parameter: Any, fused: dict[str, list[str]], kinds: set[str], tp_rank: int
 ) -> Iterator[Piece | Unread]:
     """The parts of one linear layer's weight or bias."""
-    tensor = parameter.detach() if parameter.numel() else _packed(module) if leaf == "weight" else None
+    if leaf != "weight":
+        tensor = parameter.detach() if parameter.numel() else None
+    else:
+        tensor = _multiplied_by(module, parameter).detach() if parameter.numel() else _packed(module)
     if tensor is None or tensor.dim() > 2:
         yield Unread(f"{path}.{leaf}", "its layout after loading is a kernel's own")
         return

@@ -20,15 +20,21 @@ class Held(NamedTuple):
 
 
 def added_up(answers: Sequence[Mapping[str, Any]]) -> Held:
-    """One digest of the answers of every worker (`worker.weights_held`) of the first data-parallel replica."""
+    """One digest of the answers of every worker (`worker.weights_held`) of the first data-parallel replica.
+
+    What two pipeline stages hold, as the embedding of a tied head, counts on the first of them.
+    """
     answers = [answer for answer in answers if answer["replica"] == answers[0]["replica"]]
     totals: dict[str, list[int]] = {}
     shapes: dict[str, list[Any]] = {}
     unread: dict[str, str] = {}
+    first = _first_stage(answers)
     for answer in answers:
         unread.update(answer["unread"])
         shapes.update(answer["shapes"])
         for name, (low, high) in answer["sums"].items():
+            if answer["stage"] != first[name]:
+                continue
             total = totals.setdefault(name, [0, 0])
             total[0], total[1] = (total[0] + low) & MASK64, (total[1] + high) & MASK64
     tensors = [
@@ -87,18 +93,36 @@ def unobservable(reason: str) -> None:
     read_back("weights.digest", requested="holds", actual=UNOBSERVABLE, evidence=reason, lifecycle="engine")
 
 
-def _differing(answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names whose uncounted copies do not match; compared where one rank counts the whole that others copy."""
-    counted = {name: sums for answer in answers for name, sums in answer["sums"].items()}
-    owners: dict[str, int] = {}
+def _first_stage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The first pipeline stage that holds each tensor."""
+    first: dict[str, int] = {}
     for answer in answers:
         for name in answer["sums"]:
-            owners[name] = owners.get(name, 0) + 1
-    return sorted(
-        {
-            name
-            for answer in answers
-            for name, sums in answer["copies"].items()
-            if owners.get(name) == 1 and counted[name] != sums
-        }
-    )
+            first[name] = min(answer["stage"], first.get(name, answer["stage"]))
+    return first
+
+
+def _differing(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names whose uncounted copies do not match.
+
+    Compared where one rank of a stage counts the whole that others copy, and between stages that hold the same.
+    """
+    totals: dict[tuple[str, int], list[list[int]]] = {}
+    for answer in answers:
+        for name, sums in answer["sums"].items():
+            totals.setdefault((name, answer["stage"]), []).append(sums)
+    found = {
+        name
+        for answer in answers
+        for name, sums in answer["copies"].items()
+        if len(held := totals.get((name, answer["stage"]), [])) == 1 and held[0] != sums
+    }
+    first = _first_stage(answers)
+    for (name, _), held in totals.items():
+        if _sum(held) != _sum(totals[name, first[name]]):
+            found.add(name)
+    return sorted(found)
+
+
+def _sum(pairs: Sequence[Sequence[int]]) -> tuple[int, int]:
+    return sum(low for low, _ in pairs) & MASK64, sum(high for _, high in pairs) & MASK64

@@ -17,14 +17,23 @@ QUALIFIED = "rlk_ledger_sdk.integrations.vllm.worker.LedgerExtension"
 def weights_held(worker: Any, wire_dtype: str | None = None) -> dict[str, Any]:
     """The sums of every canonical tensor this worker holds, in its own dtype or in `wire_dtype` (`bfloat16`, ...).
 
-    Returns {rank, replica, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]}, unread: {name: reason},
-    adapters: {id: digest}}.
+    Returns {rank, stage, replica, sums, copies: {name: [low, high]}, shapes: {name: [dtype, *shape]},
+    unread: {name: reason}, adapters: {id: digest}}.
     `copies` are sums of what another rank counts: they must agree with that rank's.
     """
     torch = sys.modules["torch"]
     tp_rank = _tp_rank(worker)
+    parallel = worker.vllm_config.parallel_config
+    stage = int(worker.rank) // int(parallel.tensor_parallel_size) % int(parallel.pipeline_parallel_size)
     replica = int(worker.vllm_config.parallel_config.data_parallel_rank)
-    out: dict[str, Any] = {"rank": worker.rank, "replica": replica, "sums": {}, "copies": {}, "shapes": {}}
+    out: dict[str, Any] = {
+        "rank": worker.rank,
+        "stage": stage,
+        "replica": replica,
+        "sums": {},
+        "copies": {},
+        "shapes": {},
+    }
     unread: dict[str, str] = {}
     dtype = None if wire_dtype is None else getattr(torch, wire_dtype)
     with torch.inference_mode():
