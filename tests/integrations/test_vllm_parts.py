@@ -261,8 +261,10 @@ def test_what_only_some_engines_expose_is_recorded_where_it_is_exposed() -> None
     assert event.fields["labels"] == {"request": "w-7-0"}
 
 
-def decided(new: Any = (), cached: Any = (), tokens: Any = None, gone: Any = ()) -> SimpleNamespace:
-    going = SimpleNamespace(req_ids=[r for r, _ in cached], num_computed_tokens=[n for _, n in cached])
+def decided(new: Any = (), cached: Any = (), tokens: Any = None, gone: Any = (), resumed: Any = ()) -> SimpleNamespace:
+    going = SimpleNamespace(
+        req_ids=[r for r, _ in cached], num_computed_tokens=[n for _, n in cached], resumed_req_ids=set(resumed)
+    )
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id=r, prompt_token_ids=[0] * prompt, num_computed_tokens=computed)
@@ -286,6 +288,20 @@ def test_a_prefill_in_pieces_ends_where_its_chunks_ended() -> None:
     assert steps.take("w-1-0") is None
     layouts = [(e.fields["sample_order"], e.arrays["sequence_lengths"], e.arrays["offsets"]) for e in events]
     assert layouts == [(["w-0-0"], [40], [0]), (["w-0-0", "w-1-0"], [28, 10], [0, 28])]
+
+
+@pytest.mark.parametrize("at", [40, 103])
+def test_chunks_of_a_request_that_was_computed_again_are_absent(at: int) -> None:
+    steps = Steps("e", "w")
+    one = "0-00000000"
+    with capture() as events:
+        steps.look(decided(new=[(one, 100, 0)], tokens={one: 40}))
+        if at > 40:
+            steps.look(decided(cached=[(one, 40)], tokens={one: 60}))
+        layouts = len(events)
+        steps.look(decided(cached=[(one, 0)], tokens={one: at}, resumed=[one]))
+    assert steps.take("w-0-0") == (0, None)
+    assert len(events) == layouts + 1  # the step in which it was computed again
 
 
 def test_wrapping_is_of_the_object_and_is_undone() -> None:

@@ -148,8 +148,9 @@ def _cache(finished: Finished, who: Identity, source: dict[str, str]) -> dict[st
 
 
 def _chunks(prefill: Prefill | None, source: dict[str, str]) -> list[int] | None:
-    source["chunks"] = "absent" if prefill is None else "measured"
-    return None if prefill is None else prefill.ends
+    ends = None if prefill is None else prefill.ends
+    source["chunks"] = "absent" if ends is None else "measured"
+    return ends
 
 
 def _extras(completion: Any, length: int, prompt: int, source: dict[str, str]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """A hook in the engine core: where prefills were cut, and which requests shared a step with one.
 
-It reads what the scheduler decided and changes nothing. A step without a prefill costs two looks.
+It reads what the scheduler decided and changes nothing. A step without a prefill costs a few looks.
 """
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from rlk_ledger_sdk.api import record
@@ -17,10 +17,13 @@ REMEMBERED = 1 << 16
 
 
 class Prefill(NamedTuple):
-    """How one completion's prompt was computed: tokens found in the cache, then the positions where chunks ended."""
+    """How one completion's prompt was computed: tokens found in the cache, then the positions where chunks ended.
+
+    `ends` is None for a request that was preempted: it was computed again, with part of its response.
+    """
 
     cached: int
-    ends: list[int]
+    ends: list[int] | None
 
 
 class Steps:
@@ -40,7 +43,7 @@ class Steps:
 
         def looked_at(*args: Any, **kwargs: Any) -> Any:
             decided = schedule(*args, **kwargs)
-            if decided.scheduled_new_reqs or self._open or decided.finished_req_ids:
+            if decided.scheduled_new_reqs or self._open or decided.finished_req_ids or _resumed(decided):
                 with guarded("vllm scheduler"):
                     self.look(decided)
             return decided
@@ -57,7 +60,8 @@ class Steps:
             self._open.pop(gone, None)
             self._names.pop(gone, None)
         tokens = decided.num_scheduled_tokens
-        prefilling = self._new(decided.scheduled_new_reqs, tokens) + self._continued(decided, tokens)
+        prefilling = self._again(_resumed(decided)) + self._new(decided.scheduled_new_reqs, tokens)
+        prefilling += self._continued(decided, tokens)
         if prefilling:
             self._record(tokens)
 
@@ -71,6 +75,14 @@ class Steps:
             self._chunk(request.req_id, request.num_computed_tokens + tokens[request.req_id], prompt)
         return len(requests)
 
+    def _again(self, requests: Collection[str]) -> int:
+        for request_id in requests:
+            self._open.pop(request_id, None)
+            name = self._names.get(request_id, "")
+            if name in self._prefills:
+                self._prefills[name] = self._prefills[name]._replace(ends=None)
+        return len(requests)
+
     def _continued(self, decided: Any, tokens: dict[str, int]) -> int:
         if not self._open:
             return 0
@@ -82,7 +94,7 @@ class Steps:
 
     def _chunk(self, request_id: str, end: int, prompt: int) -> None:
         prefill = self._prefills.get(self._names[request_id])
-        if prefill is not None:
+        if prefill is not None and prefill.ends is not None:
             prefill.ends.append(min(end, prompt))
         if end < prompt:
             self._open[request_id] = prompt
@@ -102,3 +114,9 @@ class Steps:
             packing=True,
             labels=self._labels,
         )
+
+
+def _resumed(decided: Any) -> Collection[str]:
+    """Requests that a SchedulerOutput takes up again after preemption: their cache was given away."""
+    resumed: Collection[str] = getattr(decided.scheduled_cached_reqs, "resumed_req_ids", ())
+    return resumed
