@@ -1,8 +1,8 @@
 """How a micro-batch lies in memory: which of this rank's logits score which response tokens.
 
 The logits of position i score token i + 1, so response token j of a row whose prompt has p tokens is scored at
-p - 1 + j. Context parallelism cuts every row (or every packed sequence), padded to a multiple of 2 x cp, into 2 x cp
-chunks; rank r holds chunks r and 2 x cp - 1 - r, in this order, so that causal attention costs every rank the same.
+p - 1 + j. Context parallelism cuts every row (or every packed sequence), padded to a multiple of 2 x cp, as
+`rlk_ledger_sdk.ring` says.
 
 Legend: n response tokens, S positions of this rank, B rows of this rank's logits.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_sdk.integrations.megatron.place import Axis
+from rlk_ledger_sdk.ring import ring_chunks
 
 
 class Row(NamedTuple):
@@ -87,11 +88,11 @@ def _row_spans(row: Row, width: int, cp: Axis, logits_row: int, offset: int) -> 
 
 def chunks(width: int, cp: Axis) -> list[tuple[int, int, int]]:
     """(local position, first, end) of the parts of a row of `width` positions that context rank `cp` holds."""
-    if cp.size == 1:
-        return [(0, 0, width)]
-    size = width // (2 * cp.size)
-    held = (cp.rank, 2 * cp.size - 1 - cp.rank)
-    return [(i * size, chunk * size, (chunk + 1) * size) for i, chunk in enumerate(held)]
+    out, local = [], 0
+    for low, high in ring_chunks(width, *cp):
+        out.append((local, low, high))
+        local += high - low
+    return out
 
 
 def layout_of(

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from rlk_ledger_sdk.ring import ring_chunks
+
 
 class Rank(msgspec.Struct, frozen=True):
     """Tensor, context and data ranks; `last_stage` says whether this pipeline stage holds log-probabilities."""
@@ -37,17 +39,15 @@ def this_rank() -> Rank:
 def owned_ranges(total: int, response: int, rank: Rank, padded: int | None = None) -> list[tuple[int, int]]:
     """Half-open response ranges whose log-probabilities context rank `rank.cp` holds, in the order it holds them.
 
-    A sequence of `total` tokens (its last `response` are the response), padded to 2 x size equal chunks, gives rank r
-    chunks r and 2 x size - 1 - r: the load-balanced ring order of Megatron-core's context parallelism. The logit at
+    A sequence of `total` tokens (its last `response` are the response) is cut as `ring_chunks` says. The logit at
     position p scores the token at p + 1. `padded` is the length the framework pads to, where that is not `total`.
     """
     if rank.cp_size == 1:
         return [(0, response)]
-    chunk = -(-(padded or total) // (2 * rank.cp_size))
     first = total - response - 1  # the logit that scores the first response token
     ranges = []
-    for number in (rank.cp, 2 * rank.cp_size - 1 - rank.cp):
-        start, end = max(number * chunk, first), min((number + 1) * chunk, total - 1)
+    for low, high in ring_chunks(padded or total, rank.cp, rank.cp_size):
+        start, end = max(low, first), min(high, total - 1)
         if start < end:
             ranges.append((start - first, end - first))
     return ranges
