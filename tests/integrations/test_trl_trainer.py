@@ -198,5 +198,29 @@ def test_with_recording_off_nothing_is_wrapped(tmp_path: Path) -> None:
 
 
 def test_a_trainer_without_the_methods_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UsageError, match="has no _generate_and_score_completions"):
+    attach_trainer(object()).detach()  # off: not even looked at
+    with capture(), pytest.raises(UsageError, match="has no _generate_and_score_completions"):
         attach_trainer(object())
+
+
+def test_attached_twice_it_records_once_and_detached_it_is_as_it_was(tmp_path: Path) -> None:
+    one = trainer(tmp_path, max_steps=1)
+    own = one.compute_loss = one.compute_loss  # a wrapper of the job's own
+    before = list(one.callback_handler.callbacks)
+    with capture() as events:
+        handle = attach_trainer(one)
+        assert attach_trainer(one) is handle
+        one.train()
+        recorded = len(events.of("rollout.sample"))
+        assert recorded == len({e.fields["sample_id"] for e in events.of("rollout.sample")}) == 8
+        ours, one.compute_loss = one.compute_loss, lambda *args, **more: ours(*args, **more)
+        theirs = one.compute_loss
+        handle.detach()
+        assert one.compute_loss is theirs
+        one.compute_loss = own
+        assert one.callback_handler.callbacks == before
+        handle.detach()
+        count = len(list(events))
+        one.train()
+        assert len(list(events)) == count, "a detached trainer records nothing"
+    assert [name for name in vars(one) if name.startswith("_generate") or name == "_calculate_rewards"] == []

@@ -1,5 +1,6 @@
 """Spool files: growth, rolls, large events, both write methods, budget, gaps, full disks and recovery."""
 
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlk_ledger_schemas.errors import SpoolError
 from rlk_ledger_sdk import budget, record, recorder, spool
+from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.testing import read_spool, unaccounted
 
 MIB = 1 << 20
@@ -157,6 +159,17 @@ def test_strict_raises_for_audit_events_and_drops_bulk(opened, image, small, mon
         knob(8000)
     assert bulk().seq is None
     assert unaccounted(image(recorder_).events) == []
+
+
+@pytest.mark.parametrize("consistency", ["audit", "strict"])
+def test_an_integrations_guard_hides_a_lost_audit_event_from_audit_only(opened, small, monkeypatch, consistency):
+    monkeypatch.setattr("rlk_ledger_sdk.config.SMALLEST_BUDGET", 0)
+    opened(budget_bytes=20000, block_ms=0, mode={"consistency": consistency}, on_error="warn")
+    while bulk().seq is not None:
+        pass
+    expected = pytest.raises(SpoolError) if consistency == "strict" else contextlib.nullcontext()
+    with expected, guarded("an integration"):
+        knob(8000)
 
 
 def test_small_events_still_fit_where_large_ones_do_not(opened, image, small, monkeypatch):

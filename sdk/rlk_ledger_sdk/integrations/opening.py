@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlk_ledger_schemas.errors import RlkError
 from rlk_ledger_sdk import api
 from rlk_ledger_sdk.config import disabled
 
@@ -18,7 +17,7 @@ def opened(name: str, role: str, engine: str, more: Callable[[], Mapping[str, An
     """Whether this process records, after opening its writer where RLK_LEDGER and RLK_RUN_ID say where.
 
     name: the framework, for warnings. more: further options of init(), asked for only when a writer is opened. A writer
-    that the job opened itself is used as it is.
+    that the job opened itself is used as it is. Raises nothing: a writer that cannot be opened is one warning.
     """
     if api.current().enabled:
         return True
@@ -37,6 +36,6 @@ def opened(name: str, role: str, engine: str, more: Callable[[], Mapping[str, An
         return False
     try:
         api.init(**{"role": role, "engine": {"name": engine}, **more()})
-    except (RlkError, OSError) as error:
+    except Exception as error:  # a framework that is half set up answers questions about itself with anything
         _log.warning("%s: nothing is recorded by this process: %s", name, error)
     return api.current().enabled

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import token_digest
-from rlk_ledger_sdk.api import record
+from rlk_ledger_sdk.api import record, recording
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.transformers import (
@@ -65,30 +65,48 @@ class Watched:
     def __init__(self, trainer: Any, attached: Attached) -> None:
         self._trainer, self._attached = trainer, attached
         self._before: dict[str, Callable[..., Any]] = {}
+        self._own: dict[str, Any] = {}
+        self._callback: Any = None
         self._samples: dict[int, _Sample] = {}
         self._rewards: Any = None
         self._completions: list[Any] = []
         self._loss_inputs: Any = None
         self._loaded: str | None = None
 
-    def wrap(self) -> None:
-        """Puts the recording versions of the trainer's methods on the instance."""
+    def wrap(self, callback: Any) -> None:
+        """Puts the recording versions of the trainer's methods on the instance, and the callback into its list."""
+        self._callback = callback
+        self._trainer.add_callback(callback)
         around = {_GENERATE: self._generate, _SCORE: self._score, _LOSS: self._loss, _REWARD: self._reward}
         for name, replacement in around.items():
             method = getattr(self._trainer, name, None)
             if method is not None:
-                self._before[name] = method
+                self._before[name], self._own[name] = method, vars(self._trainer).get(name)
                 setattr(self._trainer, name, replacement)
 
     def detach(self) -> None:
-        """Puts the trainer's own methods back; a second call does nothing."""
-        for name in self._before:
-            vars(self._trainer).pop(name, None)
+        """Takes the callback off and puts back what was there, unless another wrapper stands in front of ours.
+
+        A second call does nothing.
+        """
+        callback, self._callback = self._callback, None
+        if callback is None:
+            return
+        self._trainer.remove_callback(callback)
+        self._attached.on = False
+        held = vars(self._trainer)
+        for name, own in self._own.items():
+            if getattr(held.get(name), "__self__", None) is not self:
+                continue
+            if own is None:
+                held.pop(name)
+            else:
+                held[name] = own
 
     # -- what the trainer calls -------------------------------------------------------------------------------------
 
     def _generate(self, inputs: Any) -> Any:
-        if not self._trainer.model.training:  # an evaluation's responses train nothing
+        if self._callback is None or not self._trainer.model.training:  # an evaluation's responses train nothing
             return self._before[_GENERATE](inputs)
         with guarded("trl weights"):
             self._hold()
@@ -118,7 +136,7 @@ class Watched:
     def _score(self, *args: Any, **kwargs: Any) -> Any:
         scored = self._before[_SCORE](*args, **kwargs)
         inputs = self._loss_inputs
-        if inputs is not None and ROW in inputs:
+        if self._callback is not None and inputs is not None and ROW in inputs:
             with guarded("trl scores"):
                 self._record_update(inputs, scored)
         return scored
@@ -289,8 +307,14 @@ def attach_trainer(
     the log-probabilities they were drawn with (transformers generation, vLLM's `sampling_per_token_logps`, or a
     `rollout_func`'s); the old, reference and update passes under the weights they ran on; the live weights before
     training and after every `every`th step. Evaluation is left alone. requested: see `transformers.attach`. With
-    recording off nothing is wrapped. Raises UsageError for a trainer without the methods recording stands on.
+    recording off nothing is looked at or wrapped; a trainer that is watched already gives the same object again. Raises
+    UsageError for a trainer without the methods recording stands on.
     """
+    if not recording():
+        return Watched(trainer, Attached(getattr(trainer, "model", None), engine))
+    already = getattr(getattr(trainer, _LOSS, None), "__self__", None)
+    if isinstance(already, Watched):
+        return already
     missing = [name for name in (_GENERATE, _SCORE, _LOSS) if not hasattr(trainer, name)]
     if missing:
         raise UsageError(
@@ -299,10 +323,8 @@ def attach_trainer(
         )
     attached = attach(trainer.model, engine=engine, requested=requested)
     watched = Watched(trainer, attached)
-    if attached.on:
-        attached.once(lambda: _record_settings(trainer))
-        trainer.add_callback(trainer_callback(attached, every=every))
-        watched.wrap()
+    attached.once(lambda: _record_settings(trainer))
+    watched.wrap(trainer_callback(attached, every=every))
     return watched
 
 

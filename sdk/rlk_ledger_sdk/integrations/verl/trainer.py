@@ -24,8 +24,15 @@ _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_lo
 
 def recording(config: Any = None) -> bool:
     """Whether this process records. verl's driver sees both sides of a job, so it is its one writer."""
-    engine = str(option(config, "actor_rollout_ref.actor.strategy", "verl"))
-    return opened("verl", "training", engine, lambda: {"roles": {"training": 1}})
+    return opened("verl", "training", "verl", lambda: {"roles": {"training": 1}, "engine": {"name": _engine(config)}})
+
+
+def _engine(config: Any) -> str:
+    """The training backend; "verl" where the configuration does not say, or answers with an error of its own."""
+    try:
+        return str(option(config, "actor_rollout_ref.actor.strategy", "verl"))
+    except Exception:  # an interpolation that does not resolve, a mandatory value that is missing
+        return "verl"
 
 
 def ledgered(trainer: Trainer) -> Trainer:
