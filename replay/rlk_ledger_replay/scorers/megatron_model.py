@@ -37,6 +37,12 @@ def check(config: ModelConfig, ranks: int) -> None:
         raise Unsupported(f"{config.kv_heads} key heads cannot be split over {ranks} tensor-parallel ranks")
     if config.output_bias or config.rope_scaling.kind == "linear":
         raise Unsupported("a bias on the output projection or linear rope scaling is not mapped to Megatron-core")
+    scaling = config.rope_scaling
+    fixed = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
+    if scaling.kind == "llama3" and fixed != (1.0, 4.0, 8192):
+        raise Unsupported(f"Megatron-core's llama3 rope is fixed at factors 1 and 4 and 8192 positions, not {fixed}")
+    if config.rope_theta != int(config.rope_theta):
+        raise Unsupported(f"Megatron-core takes a whole rope theta, not {config.rope_theta}")
 
 
 def build(config: ModelConfig, dtype: torch.dtype, ranks: int, device: torch.device) -> Any:
