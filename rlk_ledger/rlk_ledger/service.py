@@ -21,8 +21,10 @@ LINGER_S = 5.0
 """How long a shipper that has nothing to do stays, so that the next writer finds it."""
 GIVE_UP = 60
 """Failed attempts in a row (about an hour) after which a shipper without live writers leaves the spool to `recover`."""
-_BUSY_S = 0.05
-_IDLE_S = 0.25
+_LOOK_S = 0.05
+"""Pause between two looks at whether a writer waits; a cycle follows every look only while there is much to carry."""
+_LOOKS = 10
+"""Looks after which a cycle follows although nobody waits."""
 _WORKERS = 4
 _STOP_S = 5.0
 
@@ -108,11 +110,21 @@ def _loop(
             return 0
         if until_idle and shipper.failing_for() >= GIVE_UP and not _live(shipper):
             return 1
-        stop.wait(_BUSY_S if busy or time.monotonic() - idle_since < 1.0 else _IDLE_S)
+        _rest(shipper, stop)
     if _holds(lock, shipper.spool):
         shipper.cycle(flush=True)
     shipper.drain(_STOP_S)
     return 0
+
+
+def _rest(shipper: Shipper, stop: threading.Event) -> None:
+    """Waits for the next cycle: one look while much waits to be carried, else all looks or until a writer asks.
+
+    Events that are not due need no cycle: they are safe where they are.
+    """
+    for _ in range(1 if shipper.pressed() else _LOOKS):
+        if stop.wait(_LOOK_S) or shipper.asked():
+            return
 
 
 def _holds(lock: int, spool: Path) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 from rlk_ledger import layout
 from rlk_ledger.chain import Ending
 from rlk_ledger.outbox import Outbox
+from rlk_ledger.segments import SEGMENT_BYTES
 from rlk_ledger.spools import WriterSpool
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.errors import SpoolError
@@ -57,6 +58,7 @@ class Shipper:
         self._poisoned: dict[str, int] = {}
         self._synced_at = 0.0
         self._read_at: dict[str, float] = {}
+        self._asked: dict[str, tuple[int, int]] = {}  # the last request seen of each writer: its time in ns, its file
 
     # -- one cycle ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class Shipper:
             if writer.ended and writer.alive is False and not writer.files:
                 _remove_folder(writer.directory)
                 del self.writers[writer_id]
+                self._asked.pop(writer_id, None)
 
     @staticmethod
     def _owes(outbox: Outbox, writer_id: str) -> bool:
@@ -228,6 +231,23 @@ class Shipper:
         if writer.alive is None:
             return time.monotonic() - self._read_at.get(writer.writer_id, 0.0) < _UNKNOWN_S
         return True
+
+    def pressed(self) -> bool:
+        """Whether shipments are under way or much waits for one: the next cycle should not."""
+        if self._futures:
+            return True
+        return any(2 * o.pending_bytes >= SEGMENT_BYTES and not o.failures for o in self.outboxes.values())
+
+    def asked(self) -> bool:
+        """Whether a writer asked for something since this was asked last; one look at a file a writer."""
+        news = False
+        for writer_id, writer in self.writers.items():
+            with contextlib.suppress(OSError):
+                request = (writer.directory / "flush").stat()
+                seen = (request.st_mtime_ns, request.st_ino)
+                news |= seen != self._asked.get(writer_id)
+                self._asked[writer_id] = seen
+        return news
 
     def errors(self) -> list[str]:
         """What stands in the way of shipping now, one sentence an outbox."""
