@@ -436,6 +436,7 @@ def test_an_adapter_is_named_with_the_digest_of_its_file(llm: Any, model: Path, 
         llm.llm_engine.remove_lora(1)
         generate(llm, PROMPTS[:1], params())
     assert given(base) != given(adapted)
+    assert [f.get("labels") for f, _ in samples(events)] == [None, {"adapter": "style"}, None]
     loads = [e.fields for e in events.of("weights.loaded")]
     assert [f.get("adapters") for f in loads] == [None, [{"name": "style", "digest": digest}], None]
     assert {f["digest"] for f in loads} == {rlk_ledger.state_digest(held(model))[0]}

@@ -110,6 +110,12 @@ def test_a_processor_that_changes_the_distribution_is_declared() -> None:
     assert "logits_processors" not in contracts.body(parameters(logit_bias=None))
 
 
+def test_a_processor_of_the_whole_engine_is_in_every_processed_contract() -> None:
+    given = ["mine.Ban"]
+    assert LogprobContracts({}, "processed_logprobs", given).body(parameters())["logits_processors"] == given
+    assert "logits_processors" not in LogprobContracts({}, "raw_logprobs", given).body(parameters())
+
+
 def test_each_contract_is_declared_once() -> None:
     with capture() as events:
         contracts = LogprobContracts({}, "processed_logprobs")

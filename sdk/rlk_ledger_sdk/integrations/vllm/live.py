@@ -39,6 +39,7 @@ def _logprob(worker: Any, model: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"compute_dtype": compute}
     processor = first(model, "org_vocab_size", "logits_as_input", "soft_cap")
     if processor is not None:
+        processor = getattr(processor, "base_layer", processor)  # a LoRA wrapper shows some of its fields only
         head = dtype_name(getattr(processor, "head_dtype", None) or compute)
         out.update(head_dtype=head, logits_dtype=head)
         # The processor cuts the padded columns off before any softmax sees them.

@@ -84,13 +84,22 @@ def record_completion(
         cache=_cache(finished, who, source),
         chunks=_chunks(finished.prefill, source),
         metadata_source=source or None,
-        labels=None if sample_id == finished.name else {"request": finished.name},
+        labels=_labels(finished, sample_id),
         **prompt,
         **_extras(completion, len(tokens), len(output.prompt_token_ids or ()), source),
     )
     if completion.logprobs is not None and contracts is not None and contracts.scores:
         _record_values(sample_id, completion.logprobs, tokens, digest, spans, contracts.of(request.params))
     return sample_id
+
+
+def _labels(finished: Finished, sample_id: str) -> dict[str, str] | None:
+    """The request's own name where the user has another rule, and the LoRA adapter it ran with."""
+    labels = {} if sample_id == finished.name else {"request": finished.name}
+    adapter = getattr(finished.output, "lora_request", None)
+    if adapter is not None:
+        labels["adapter"] = str(adapter.lora_name)
+    return labels or None
 
 
 def _record_values(sample_id: str, logprobs: Any, tokens: list[int], digest: str, spans: Any, contract_id: str) -> None:

@@ -1,6 +1,6 @@
 """Sampling parameters as recorded, and the logprob contract that follows from them and the engine's mode."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlk_ledger_sdk.declared import declare
@@ -11,7 +11,14 @@ GREEDY = 1e-5
 """vLLM samples greedily below this temperature, and then divides no logits by it."""
 _PENALTIES = (("presence", "presence_penalty", 0.0), ("frequency", "frequency_penalty", 0.0))
 _REPETITION = ("repetition", "repetition_penalty", 1.0)
-_PROCESSORS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
+_PROCESSORS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "min_tokens",
+    "thinking_token_budget",
+)
 
 
 def recorded(params: Any, index: int) -> dict[str, Any]:
@@ -37,14 +44,16 @@ def recorded(params: Any, index: int) -> dict[str, Any]:
 class LogprobContracts:
     """Declares each logprob contract once and remembers its id.
 
-    engine: the part the live engine decides (dtypes, vocabulary). mode: vLLM's `logprobs_mode`.
+    engine: the part the live engine decides (dtypes, vocabulary). mode: vLLM's `logprobs_mode`. processors: names of
+    the logits processors the engine was given for every request.
     """
 
-    def __init__(self, engine: Mapping[str, Any], mode: str) -> None:
+    def __init__(self, engine: Mapping[str, Any], mode: str, processors: Sequence[str] = ()) -> None:
         self.mode = mode
         self.scores = mode.endswith("logprobs")
         """False when the engine returns logits under the name of log-probabilities: those are not recorded as such."""
         self._engine = dict(engine)
+        self._processors = list(processors)
         self._ids: dict[tuple[Any, ...], str] = {}
 
     def of(self, params: Any) -> str:
@@ -81,7 +90,7 @@ class LogprobContracts:
         penalties = _penalties(params)
         if penalties:
             out["penalties"] = penalties
-        processors = [name for name in _PROCESSORS if getattr(params, name, None)]
+        processors = [name for name in _PROCESSORS if getattr(params, name, None)] + self._processors
         if processors:
             out["logits_processors"] = processors
         return out

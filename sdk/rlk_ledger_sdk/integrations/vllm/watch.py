@@ -216,7 +216,9 @@ class Watch:
         mode = str(self.front.config.model_config.logprobs_mode)
         first = answers[0] if answers else {}
         mode = str(first.get("settings", {}).get("sampling.logprobs_mode", mode))
-        self._contracts = LogprobContracts(first.get("logprob", {}), mode)
+        given = getattr(self.front.config.model_config, "logits_processors", None) or ()
+        processors = [str(getattr(one, "__qualname__", one)) for one in given]
+        self._contracts = LogprobContracts(first.get("logprob", {}), mode, processors)
         for kind, body in first.get("contracts", {}).items():
             declare(kind, body)
         for fields in first.get("collectives", ()):
