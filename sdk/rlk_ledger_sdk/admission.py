@@ -40,17 +40,30 @@ class Decision(msgspec.Struct, frozen=True):
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """The batch to train on and how it came about.
 
-    `batch` is the object given unless samples left it; then a list (or tuple) of the others, in order, whose places
-    are `kept`: select tensors by it. `mode` is the mode this batch is trained under. `outcome` is `observed` in audit
-    (nothing left), `off` when nothing was looked at.
+    `batch` is the object given unless samples left it; then a list (or tuple) of the others, in order. `mode` is the
+    mode this batch is trained under. `outcome` is `observed` in audit (nothing left), `off` when nothing was looked at.
     """
 
     batch: Any
     mode: Mode
     outcome: Outcome
-    kept: tuple[int, ...] = ()
+    selected: tuple[int, ...] | None = None
+    """The places of `batch` in what was given, where samples left it; else None."""
     decisions: tuple[Decision, ...] = ()
     reference: Reference = msgspec.field(default_factory=lambda: NOT_RECORDED)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The places of `batch` in what was given: select rows of tensors by it; all of them where nothing left.
+
+        Raises UsageError where nothing was looked at and the batch has no length.
+        """
+        if self.selected is not None:
+            return self.selected
+        try:
+            return tuple(range(len(self.batch)))
+        except TypeError:
+            raise UsageError(f"admit: a {type(self.batch).__name__} has no places; give admit() a list.") from None
 
     @property
     def quarantined(self) -> tuple[Decision, ...]:
@@ -103,7 +116,7 @@ def admit(
         batch=type(samples)(samples[i] for i in kept) if leaves else samples,
         mode=msgspec.structs.replace(mode, consistency="audit") if outcome == "downgraded" else mode,
         outcome=outcome,
-        kept=kept,
+        selected=kept if leaves else None,
         decisions=decisions,
         reference=reference,
     )

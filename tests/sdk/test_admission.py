@@ -300,6 +300,17 @@ def test_audit_changes_nothing_and_records_what_strict_would_have_done(on_missin
     assert (events[0].fields["outcome"], events[0].fields["quarantined"]) == ("observed", 2)
 
 
+def test_where_nothing_left_every_row_is_kept_in_every_mode(opened):
+    with capture(mode={"consistency": "off"}):
+        admitted = admit(BATCH)
+        unread = admit(iter(BATCH))
+    assert (admitted.outcome, admitted.kept) == ("off", (0, 1, 2, 3))
+    with pytest.raises(UsageError, match="has no places; give admit\\(\\) a list"):
+        _ = unread.kept
+    opened(on_error="warn", **AUDIT)
+    assert admit(BATCH, "downgraded").kept == (0, 1, 2, 3), "a batch that could not be judged is whole"
+
+
 def test_a_tuple_stays_a_tuple_and_nothing_of_a_sample_is_changed():
     before = repr(BATCH)
     admitted, _ = strict(tuple(BATCH))
