@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        return _say(error.format_message(), 2)
+        return _say(error.format_message() + _usage(error), 2)
     except click.Abort:
         return _say("stopped.", 130)
     except BrokenPipeError:
@@ -129,6 +129,17 @@ def main(argv: list[str] | None = None) -> int:
             return _say(f"the output cannot be written ({error.strerror}); send it elsewhere.", 2)
         return _say(f"internal error: {type(error).__name__}: {error}; --debug shows where, please report it.", 2)
     return code if isinstance(code, int) else 0
+
+
+_MISTYPED = (click.MissingParameter, click.NoSuchOption, click.BadOptionUsage, click.BadArgumentUsage)
+
+
+def _usage(error: click.ClickException) -> str:
+    """Where the usage is, for what the parser itself refused; our own sentences say what to do."""
+    if isinstance(error, _MISTYPED) or error.message.startswith("Got unexpected"):
+        context = getattr(error, "ctx", None)
+        return f" `{context.command_path if context is not None else 'rlk-ledger'} --help` says how."
+    return ""
 
 
 def _open_streams() -> None:

@@ -4,6 +4,7 @@ In a terminal text wraps at its width and may have colour; in a pipe there is no
 """
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +43,13 @@ def require_url(url: str | None) -> str:
     if not url:
         raise click.UsageError("which ledger? Give --ledger URL or set RLK_LEDGER.")
     return url
+
+
+def named_ledger() -> str:
+    """` --ledger URL` for a command to run next, where the URL came with this call; empty where RLK_LEDGER has it."""
+    context = click.get_current_context()
+    given = context.get_parameter_source("url") is click.core.ParameterSource.COMMANDLINE
+    return f" --ledger {shlex.quote(context.params['url'])}" if given else ""
 
 
 def open_url(url: str | None) -> "Ledger":

@@ -4,6 +4,7 @@ import pytest
 
 from rlk_ledger.audit import audit
 from rlk_ledger.history import History
+from rlk_ledger_schemas.modes import REASONS
 
 SEED = 3
 ROLES = {"rollout": 1, "training": 1}
@@ -74,6 +75,8 @@ def test_quarantined_samples_are_counted_by_reason_and_field(judged):
     }
     evidence = found["metadata.defaulted", "sampling.temperature"]
     assert (evidence["samples"], evidence["sample_ids"], evidence["quarantined"]) == (3, ["s1", "s2", "s3"], 4)
+    steps = {f.where.get("code"): f.to_dict()["next_step"] for f in result.findings if f.severity == "gap"}
+    assert steps["spans_incomplete"] == REASONS["spans_incomplete"].next_step, "it says what to record"
 
 
 def test_strict_that_nobody_enforced_is_a_gap(judged):

@@ -234,7 +234,7 @@ def test_people_are_told_what_was_imported_and_what_is_missing(dumps: Path, impo
     assert (code, error) == (3, "")
     assert "imported 8 samples (260 response tokens) and 8 rollout, 4 training log-probability events" in out
     assert "gap: evidence.incomplete - not every sample of the step has training values" in out
-    assert "`rlk-ledger audit m`" in out
+    assert f"`rlk-ledger audit m --ledger {imports.url}`" in out
     code, out, _ = imports.run("miles", dumps / "miles", "--run-id", "m")
     assert (code, "nothing was added" in out) == (3, True)
 

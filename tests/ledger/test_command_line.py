@@ -11,6 +11,7 @@ import pytest
 from rlk_ledger import cli, terminal
 from rlk_ledger.build import build, event
 from rlk_ledger.chain import Ending
+from rlk_ledger.commands.audit import short
 
 RUN, A, B = "r1", "0a" * 16, "0b" * 16
 
@@ -95,7 +96,7 @@ def test_the_ledger_comes_from_the_environment_too(capsys, ledger: str, monkeypa
         (["runs"], "which ledger? Give --ledger URL or set RLK_LEDGER."),
         (["runs", "--ledger", "/nowhere"], "no ledger at /nowhere"),
         (["runs", "--ledger", "bogus://x"], "use a path, file://, s3://"),
-        (["show", "--ledger", "LEDGER"], "Missing argument 'RUN'."),
+        (["show", "--ledger", "LEDGER"], "Missing argument 'RUN'"),
         (["show", "none", "--ledger", "LEDGER"], "no run 'none'"),
         (["show", "../etc", "--ledger", "LEDGER"], "is not a name"),
         (["verify", "none", "--ledger", "LEDGER"], "no run 'none'"),
@@ -303,3 +304,33 @@ def test_output_that_cannot_be_written_is_one_sentence(ledger: str) -> None:
         assert done.stderr == (
             "rlk-ledger: the output cannot be written (No space left on device); send it elsewhere.\n"
         )
+
+
+def test_what_to_run_next_names_the_ledger_where_only_this_call_did(capsys, ledger: str, monkeypatch) -> None:
+    _, out, _ = run(capsys, "drift", RUN, "--ledger", ledger)
+    assert f"`rlk-ledger audit {RUN} --ledger {ledger}` says why" in out
+    monkeypatch.setenv("RLK_LEDGER", ledger)
+    _, out, _ = run(capsys, "drift", RUN)
+    assert f"`rlk-ledger audit {RUN}` says why" in out
+
+
+def test_drift_of_nothing_could_not_be_known(capsys, ledger: str) -> None:
+    assert run(capsys, "drift", RUN, "--ledger", ledger)[0] == 3
+    assert run(capsys, "drift", RUN, "--ledger", ledger, "--json")[0] == 3
+
+
+def test_counts_of_one_are_singular(capsys, ledger: str) -> None:
+    assert "3 events in 1 segment (" in run(capsys, "show", RUN, "--ledger", ledger)[1]
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["verify", "a", "b"], ["verify", "--dep"]])
+def test_a_mistyped_call_says_where_the_usage_is(capsys, ledger: str, arguments: list[str]) -> None:
+    _, _, err = run(capsys, *arguments)
+    assert err.endswith(f"`rlk-ledger {arguments[0]} --help` says how.\n")
+
+
+def test_a_digest_is_shortened_and_a_sentence_is_not() -> None:
+    sentence = "a side does not say which weights it computed with, so nothing says whether the two used the same"
+    assert short(sentence) == sentence
+    assert short("sha256:" + "0a" * 32) == "sha256:0a0a0a0a0a0a..."
+    assert short("x" * 200) == "x" * 32 + "..."

@@ -66,7 +66,7 @@ def _quarantined(rows: list[dict[str, Any]]) -> Iterable[Finding]:
             "quarantined": total,
             "sample_ids": names[:20],
         }
-        yield Finding(finding_id, where, evidence)
+        yield Finding(finding_id, where, evidence, REASONS[code].next_step if code in REASONS else "")
 
 
 def _never_admitted(view: View, batches: list[dict[str, Any]]) -> Iterable[Finding]:

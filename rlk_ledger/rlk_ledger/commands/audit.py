@@ -90,7 +90,7 @@ def _print(run: str, result: "AuditResult") -> None:
 def _next(run: str, result: "AuditResult", first: "Finding | None") -> str:
     """What to do about the verdict: a pass is for replay to judge further, anything else has its own step."""
     if result.verdict == "pass":
-        return f"`rlk-ledger replay --run-id {run}` measures whether this drift is noise."
+        return f"`rlk-ledger replay --run-id {run}{terminal.named_ledger()}` measures whether this drift is noise."
     if result.decision == "nothing_compared":
         return "record a training pass with the weights each sample was generated under: only those values compare."
     if result.decision == "drift.zero":
@@ -147,7 +147,10 @@ def _pairs(fields: dict[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value on a line for people: four digits, five entries of a list, the head of a digest or a long text."""
+    """A value on a line for people: four digits, five entries of a list, the head of a digest or a long name.
+
+    Sentences stay whole.
+    """
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -159,4 +162,4 @@ def short(value: Any) -> str:
     algorithm, colon, digest = text.partition(":")
     if colon and len(digest) >= 32 and all(c in "0123456789abcdef" for c in digest):
         return f"{algorithm}:{digest[:12]}..."
-    return text if len(text) <= 80 else text[:32] + "..."
+    return text if len(text) <= 80 or " " in text else text[:32] + "..."

@@ -103,4 +103,4 @@ def _print(batch: "Batch", written: "Written") -> None:
         terminal.say(f"  next {finding.to_dict()['next_step']}")
     if len(batch.findings) > _SHOWN:
         terminal.say(f"{len(batch.findings) - _SHOWN} more findings; --json lists them all.")
-    terminal.say(f"next: `rlk-ledger audit {written.run_id}` says what the values show.")
+    terminal.say(f"next: `rlk-ledger audit {written.run_id}{terminal.named_ledger()}` says what the values show.")

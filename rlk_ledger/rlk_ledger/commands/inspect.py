@@ -67,7 +67,7 @@ def show(run: str, url: str | None, as_json: bool) -> None:
         return
     terminal.say(f"run {found['run_id']} of ledger {found['ledger_id'][:8]} at {found['ledger']}", style="bold")
     terminal.say(
-        f"roles {_roles(found)}; steps {_steps(found)}; {found['events']} events in {found['segments']} segments "
+        f"roles {_roles(found)}; steps {_steps(found)}; {_count(found, 'events')} in {_count(found, 'segments')} "
         f"({terminal.size_text(found['bytes'])}); {found['tokens']} response tokens, "
         f"{found['active_tokens']} in the loss; redaction {found['redaction']}; {_state(found)}"
     )
@@ -80,6 +80,10 @@ def show(run: str, url: str | None, as_json: bool) -> None:
     terminal.table(
         ("type", "events", "steps"), [(t["type"], t["count"], _steps(t)) for t in found["types"]], right=("events",)
     )
+
+
+def _count(found: dict[str, Any], name: str) -> str:
+    return f"{found[name]} {name.removesuffix('s') if found[name] == 1 else name}"
 
 
 def _roles(run: dict[str, Any]) -> str:

@@ -139,12 +139,12 @@ def _csv(table: "pa.Table") -> bytes:
 @click.option("--worst", type=click.IntRange(min=0), default=0, metavar="K", help="Show the K worst tokens.")
 @terminal.ledger_option
 @terminal.output_options
-def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json: bool) -> None:
+def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json: bool) -> int:
     """Show a run's drift: its metrics, split by step, engine, rank, cache ... and its worst tokens.
 
     --by takes step, group, sample, engine, rank (of training), version, turn, cache, chunk, length, shard, layout,
     position or any recorded dimension; an unknown one lists them all. Nothing here is judged: a size of drift is judged
-    by replay.
+    by replay. Exit codes: 0, or 3 when no token was compared.
     """
     from rlk_ledger import drift as tables
     from rlk_ledger.audit.finding import plain
@@ -158,10 +158,11 @@ def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json:
     total = tables.overall(view)
     rows = tables.by(view, dims) if dims else []
     places = tables.worst(view, worst) if worst else []
+    code = 0 if total.status == "measured" else 3
     if as_json:
         document = {"run_id": run, "overall": total.to_dict(), "by": list(dims), "rows": rows, "worst": places}
         terminal.echo_json(plain(document))
-        return
+        return code
     _say_overall(run, total.to_dict())
     if rows:
         terminal.table(
@@ -171,11 +172,13 @@ def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json:
         )
     for place in places:
         terminal.say(_place(place))
+    return code
 
 
 def _say_overall(run: str, total: dict[str, Any]) -> None:
     if total["status"] != "measured":
-        terminal.say(f"run {run}: no token was compared ({total['status']}); `rlk-ledger audit {run}` says why.")
+        ask = f"`rlk-ledger audit {run}{terminal.named_ledger()}`"
+        terminal.say(f"run {run}: no token was compared ({total['status']}); {ask} says why.")
         return
     terminal.say(f"run {run}: {total['tokens']} compared tokens of {total['samples']} samples", style="bold")
     names = [name for name in total["metrics"] if total["metrics"][name] is not None]
