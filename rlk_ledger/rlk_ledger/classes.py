@@ -37,6 +37,8 @@ _FLOOR_COUNT = 4
 _FLOOR_AT_MOST = -10.0
 _FLOOR_NEIGHBOURHOOD = 2.0
 _FLOOR_EXCESS = 3
+_PILE_COUNT = 8
+_PILE_EXCESS = 4
 
 _EQUALITY_BINS = 20
 _REST_TOKENS = 12
@@ -80,19 +82,22 @@ def own_classes(
 def recurring_sentinels(values: Float32) -> npt.NDArray[np.uint32]:
     """Bits (uint32[k]) that stand for a clamp in one side of a run, found by recurrence.
 
-    Two shapes: exact bits below -50 that occur twice, and a floor, where a whole-numbered minimum at or below -10 is
-    piled up (at least 4 times, at least 3 times as often as any other value within 2 nats above it).
+    Three shapes: exact bits below -50 that occur twice; a floor, where a whole-numbered minimum at or below -10 is
+    piled up (at least 4 times, at least 3 times as often as any other value within 2 nats of it); and the same pile
+    above the minimum, where only a part of the run was clamped (at least 8 times, 4 times as often).
     """
     tail = values[np.isfinite(values) & (values <= _FLOOR_AT_MOST)]
     if tail.size == 0:
         return np.empty(0, np.uint32)
     distinct, count = np.unique(tail, return_counts=True)
     found = distinct[(distinct < RECURS_BELOW) & (count >= 2)].tolist()
-    floor, times = float(distinct[0]), int(count[0])
-    near = count[1:][distinct[1:] <= floor + _FLOOR_NEIGHBOURHOOD]
-    crowd = int(near.max()) if near.size else 1
-    if times >= _FLOOR_COUNT and floor.is_integer() and times >= _FLOOR_EXCESS * crowd:
-        found.append(floor)
+    for index in np.flatnonzero((count >= _FLOOR_COUNT) & (distinct == np.floor(distinct))).tolist():
+        least, excess = (_FLOOR_COUNT, _FLOOR_EXCESS) if index == 0 else (_PILE_COUNT, _PILE_EXCESS)
+        near = np.abs(distinct - distinct[index]) <= _FLOOR_NEIGHBOURHOOD
+        near[index] = False
+        crowd = int(count[near].max(initial=1))
+        if count[index] >= max(least, excess * crowd):
+            found.append(float(distinct[index]))
     return np.unique(np.array(found, np.float32).view(np.uint32))
 
 

@@ -114,6 +114,14 @@ def test_dtypes_that_follow_from_the_engines_are_known_however_they_are_written(
     assert [(f.finding_id, f.where["field"]) for f in small.audit().findings] == [("numerics.differ", "compute_dtype")]
 
 
+@pytest.mark.parametrize(("kind", "field"), [("attention", "lse_dtype"), ("norm", "accumulate_dtype")])
+def test_an_accumulator_follows_from_no_precision(small: Small, kind: str, field: str) -> None:
+    for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):
+        small.bodies[side] |= {"compute_dtype": dtype, "head_dtype": dtype, "logits_dtype": dtype}
+        small.add(side, "contract.declared", kind=kind, version="1", body={field: dtype, "output_dtype": dtype})
+    assert [f.where["field"] for f in small.audit().findings] == ["compute_dtype", field]
+
+
 @pytest.mark.parametrize("undeclared", ["rollout", "training"])
 def test_a_dtype_follows_from_no_engine_whose_precision_is_undeclared(small: Small, undeclared: str) -> None:
     for side, dtype in (("rollout", "bfloat16"), ("training", "float32")):

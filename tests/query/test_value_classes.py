@@ -40,6 +40,16 @@ def test_a_piled_up_whole_minimum_is_a_clamp_and_a_rounded_tail_is_not() -> None
     assert c.recurring_sentinels(bf16_tail).size == 0
 
 
+def test_a_clamp_of_a_part_of_a_run_is_a_clamp_although_other_values_lie_below_it() -> None:
+    """One of two engines clamps, or one path: the pile then is not the minimum."""
+    tail = [-25.01, -20.13, -18.5, -18.25, -12.0, -12.0, -11.0]
+    assert c.recurring_sentinels(np.array([-20.0] * 12 + tail, np.float32)).view(np.float32).tolist() == [-20.0]
+    assert c.recurring_sentinels(np.array([-20.5] * 12 + tail, np.float32)).size == 0
+    assert c.recurring_sentinels(np.array([-20.0] * 7 + tail, np.float32)).size == 0
+    grid = np.repeat(np.arange(-24, -10, 0.125), 12)
+    assert c.recurring_sentinels(grid.astype(np.float32)).size == 0
+
+
 def test_zero_and_one_are_defaulted_only_against_a_real_value() -> None:
     got = cross([0.0, 0.0, 1.0, 0.0], [-0.5, -0.001, -0.5, 0.0])
     assert got.rollout.tolist() == [c.DEFAULTED, c.FINITE, c.DEFAULTED, c.FINITE]

@@ -23,6 +23,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0, None),
     "penalties": ({}, None),
 }
+_ACCUMULATORS = frozenset({"lse_dtype", "accumulate_dtype"})
+"""Float32 whatever an engine computes in; a narrower one is a choice of its own."""
 
 
 def detect(view: View) -> Iterable[Finding]:
@@ -88,8 +90,8 @@ def _precision(contracts: Mapping[str, Mapping[str, Any]], left_id: str, right_i
 
 
 def _follows(name: str, left: Any, right: Any, precision: Precision) -> bool:
-    """Whether a dtype differs because each side's is the dtype its engine computes in."""
-    if not name.endswith("_dtype") or precision[0] is None:
+    """Whether a dtype differs because each side's is the dtype its engine computes in. Accumulators never follow."""
+    if name in _ACCUMULATORS or not name.endswith("_dtype") or precision[0] is None:
         return False
     return same(left, precision[0]) and same(right, precision[1])
 
