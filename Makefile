@@ -44,8 +44,9 @@ $(ENGINES_STAMP): pyproject.toml requirements/cpu.txt requirements/engines.txt
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
+# The engines bring an older transformers than the other tests run with: what records it is tested with both.
 test-engines: $(ENGINES_STAMP)
-	$(ENGINES)/bin/python -m pytest tests/engines
+	$(ENGINES)/bin/python -m pytest tests/engines tests/integrations/test_transformers_recording.py
 
 quick: $(STAMP)
 	$(BIN)/pytest -m "not slow and not demo"
