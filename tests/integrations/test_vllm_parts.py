@@ -1,8 +1,10 @@
 """The parts of the vLLM integration that need no vLLM."""
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlk_ledger.integrations.vllm import attach
+import rlk_ledger
+from rlk_ledger.integrations.vllm import Watch, attach
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import sum64x2_digest
 from rlk_ledger_schemas.metrics import VALUE_CLASSES
@@ -61,6 +64,21 @@ print(active(), set(sys.modules) - before, mine, "vllm" in sys.modules, "torch" 
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False set() ['rlk_ledger_sdk.integrations.vllm.plugin'] False False"
+
+
+def test_engines_of_forked_workers_name_their_requests_apart(tmp_path: Path) -> None:
+    """Each counts its requests from 0."""
+    rlk_ledger.init(tmp_path / "l", run_id="r", role="rollout", spool=tmp_path / "s", shipper="off")
+    config = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logprobs"))
+    front: Any = SimpleNamespace(config=config, model="m", block_size=None)
+    named = dict.fromkeys(("sample_id", "group_id", "loss_mask", "weight_version", "wire_dtype"))
+    mine = Watch(front, "e", requested={}, **named).writer_id
+    child = os.fork()
+    if not child:
+        os._exit(0 if Watch(front, "e", requested={}, **named).writer_id not in ("", mine) else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    rlk_ledger.close(timeout=0)
+    assert (code, mine != "") == (0, True)
 
 
 def test_what_is_no_engine_is_answered_in_one_sentence() -> None:

@@ -137,6 +137,7 @@ def _wrapping(stage: Stage) -> Iterator[Reading]:
 def record_collectives(stage: Stage, place: Place, groups: Mapping[str, Any]) -> None:
     """Records the collectives a forward and a gradient reduction enter; `groups` maps tp, cp, dp to process groups.
 
+    A gradient reduction is claimed where Megatron's own DistributedDataParallel wraps the model, and nowhere else.
     Neither gloo nor NCCL promises an order of summation: what is recorded claims none.
     """
     config = stage.first.config
@@ -149,7 +150,8 @@ def record_collectives(stage: Stage, place: Place, groups: Mapping[str, Any]) ->
             ops.append(("vocab_parallel_cross_entropy.all_reduce", "tp", place.tp.size, "float32"))
     if place.cp.size > 1:
         ops.append((f"attention.kv_exchange.{getattr(config, 'cp_comm_type', None)}", "cp", place.cp.size, dtype))
-    if place.dp.size * place.cp.size > 1:
+    reduced = any(getattr(wrapper, "ddp_config", None) is not None for wrapper in stage.wrappers)
+    if reduced and place.dp.size * place.cp.size > 1:
         ops.append(("gradients.reduce", "dp", place.dp.size * place.cp.size, _gradient_dtype(stage, dtype)))
     for op, group, size, accumulate in ops:
         backend = _backend(groups[group])

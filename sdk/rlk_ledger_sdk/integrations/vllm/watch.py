@@ -55,7 +55,7 @@ class Watch:
         self._digest: str | None = None
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._count = itertools.count()
-        self._prefix = str(current().writer_id or "")
+        self._prefix = str(current().writer() or "")
         self._told = Told()
         self.steps = Steps(engine, self._prefix)
         self._identity = Identity(
