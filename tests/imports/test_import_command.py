@@ -228,6 +228,13 @@ def test_what_is_stated_enters_the_contracts_and_is_labelled(data: Path, imports
     assert {s.metadata_source["weight_spans"] for s in history.samples} == {"defaulted"}
 
 
+def test_what_is_stated_after_the_import_is_not_lost_in_silence(data: Path, imports: Any) -> None:
+    imports("slime", data / "slime", "--run-id", "s")
+    code, out, _ = imports.run("slime", data / "slime", "--run-id", "s", "--declare", "training.weight_version={step}")
+    assert code == 0
+    assert "--declare states nothing of what is there already; import under another --run-id" in out
+
+
 def test_people_are_told_what_was_imported_and_what_is_missing(dumps: Path, imports: Any) -> None:
     (dumps / "miles/train_data/3_1.pt").unlink()
     code, out, error = imports.run("miles", dumps / "miles", "--run-id", "m")

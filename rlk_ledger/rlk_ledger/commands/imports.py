@@ -61,7 +61,7 @@ def imports(
     if as_json:
         terminal.echo_json(_document(ledger, batch, written, code))
     else:
-        _print(batch, written)
+        _print(batch, written, bool(declare))
     ctx.exit(code)
 
 
@@ -80,7 +80,7 @@ def _document(ledger: str, batch: "Batch", written: "Written", code: int) -> dic
     }
 
 
-def _print(batch: "Batch", written: "Written") -> None:
+def _print(batch: "Batch", written: "Written", declared: bool) -> None:
     tokens = sum(len(sample.response) for sample in batch.samples)
     scores = ", ".join(f"{count} {source}" for source, count in written.scores.items()) or "no"
     size = terminal.size_text(sum(source.bytes for source in batch.sources))
@@ -93,6 +93,10 @@ def _print(batch: "Batch", written: "Written") -> None:
             f"imported {written.samples} samples ({tokens} response tokens) and {scores} log-probability events from "
             f"{files} into run {written.run_id}{there}",
             style="green",
+        )
+    if declared and written.present:
+        terminal.say(
+            "note: --declare states nothing of what is there already; import under another --run-id to state it."
         )
     for note in batch.notes:
         terminal.say(f"note: {note}")
