@@ -77,7 +77,7 @@ def test_the_audit_prints_what_happened_how_sure_on_which_evidence_and_what_next
 @pytest.mark.parametrize(
     ("run", "code", "sure", "step"),
     [
-        ("00-clean", 0, "nothing on record speaks against this run", "`rlk-ledger replay --run-id 00-clean`"),
+        ("00-clean", 0, "nothing on record speaks against this run", "`rlk-ledger replay --run-id 00-clean --ledger "),
         ("21-group-of-clones", 1, "chance does this less than once in a million", "Give"),
         ("22-one-mode-never-instrumented", 3, "certain that something is missing", "Instrument the named source"),
         ("26-clean-bitwise-consistent", 3, "read directly from the record", "If the engines are bitwise consistent"),
