@@ -523,6 +523,20 @@ def test_a_request_that_the_engine_refuses_is_not_kept(llm: Any) -> None:
     assert len(watch.in_flight) == 0
 
 
+@pytest.mark.parametrize("internal", [False, True])
+def test_an_aborted_request_is_not_kept(llm: Any, internal: bool) -> None:
+    with capture() as events:
+        watch = attach(llm)
+        known = llm.llm_engine.output_processor.request_states
+        (name,) = llm.enqueue([{"prompt_token_ids": PROMPTS[0]}], params(), use_tqdm=False)
+        llm.llm_engine.step()
+        assert len(watch.in_flight) == 1
+        llm.llm_engine.abort_request(list(known) if internal else [known[name].external_req_id], internal=internal)
+        llm.llm_engine.step()
+    assert len(watch.in_flight) == 0
+    assert samples(events) == []
+
+
 def _adapter(folder: Path, alpha: int) -> str:
     from safetensors.torch import save_file
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.vllm.calls import finishes, load_path, moves_weights
+from rlk_ledger_sdk.integrations.vllm.names import request_of
 from rlk_ledger_sdk.integrations.vllm.watch import Watch
 
 
@@ -62,8 +63,9 @@ def _stepping(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
 def _aborting(watch: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
     def abort_request(request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with guarded("vllm request"):
+            internal = args[0] if args else kwargs.get("internal", False)
             for request_id in request_ids:
-                watch.in_flight.drop(request_id)
+                watch.in_flight.drop(request_of(request_id) if internal else request_id)
         return original(request_ids, *args, **kwargs)
 
     return abort_request
