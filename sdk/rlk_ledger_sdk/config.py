@@ -273,6 +273,11 @@ def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     return place[0], place[1]
 
 
+def spool_folder() -> Path:
+    """This user's spool directory, as RLK_SPOOL or the default says; raises ConfigError."""
+    return _spool(None)[0]
+
+
 def _spool(spool: Any) -> tuple[Path, str | None]:
     """(spool directory, file system asked for by name): `nfs:/mnt/x` names a file system that is else refused."""
     text = env("RLK_SPOOL") if spool is None else spool

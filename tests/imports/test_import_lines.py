@@ -134,6 +134,8 @@ def test_a_step_without_stable_is_said_to_be_unfinished(exported: Write, imports
         (("[" * 100_000,), "nested deeper"),
         (('{"step": ' + "9" * 5000 + "}",), "too long"),
         (("[1]",), "not a mapping"),
+        (('{"step": 1, "step": 2}',), "line 1 names the field 'step' twice"),
+        (('{"a": [{"b": 1, "c": 2, "b": 1}]}',), "line 1 names the field 'b' twice"),
         (('"\\ud800"',), "not a mapping"),
     ],
 )

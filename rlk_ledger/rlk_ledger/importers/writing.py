@@ -14,6 +14,7 @@ import numpy as np
 
 from rlk_ledger.build import event
 from rlk_ledger.history import as_numpy
+from rlk_ledger.importers.alone import alone
 from rlk_ledger.importers.declared import Declared
 from rlk_ledger.importers.model import Batch, Imported, Layout, Mask, Scored, Values
 from rlk_ledger.ledger import Ledger, open_ledger
@@ -21,6 +22,7 @@ from rlk_ledger.store import open_store
 from rlk_ledger_schemas.errors import FormatError, LedgerError, UsageError
 from rlk_ledger_schemas.fingerprints import contract_id, mask_digest, sha256, token_digest
 from rlk_ledger_schemas.objects import FORMAT, LedgerInfo
+from rlk_ledger_sdk.config import spool_folder
 
 _VERSION = "1"
 _BUDGET = 1 << 50
@@ -63,9 +65,17 @@ def default_run_id(batch: Batch) -> str:
 def write(url: str, run_id: str, batch: Batch, declared: Declared, progress: Callable[[int, int], None]) -> Written:
     """Records a batch in a run of the ledger at `url` (made when absent); all of it is committed, or none is begun.
 
-    Raises UsageError where the run holds something else under the same name, StoreError, ConfigError.
+    Another import into that run is waited for. Raises UsageError where the run holds something else under the same
+    name, StoreError, ConfigError, SpoolError.
     """
     ledger = _ledger(url)
+    with alone(spool_folder(), ledger.url, run_id):
+        return _write(ledger, run_id, batch, declared, progress)
+
+
+def _write(
+    ledger: Ledger, run_id: str, batch: Batch, declared: Declared, progress: Callable[[int, int], None]
+) -> Written:
     held = read_held(ledger, run_id)
     events = list(_new_events(batch, declared, held))
     _check(run_id, events)
