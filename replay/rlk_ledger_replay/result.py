@@ -13,6 +13,14 @@ from rlk_ledger_replay.preparation import Prepared, Request
 from rlk_ledger_replay.scores import Scores
 from rlk_ledger_schemas import tolerances
 
+NUMBERS = (
+    *("share_rollout", "share_training", "error_rollout", "error_training", "drift"),
+    *("floor_rollout", "floor_training", "floor_drift", "multiple_rollout", "multiple_training", "multiple_drift"),
+    *("floor_rollout_placebo", "floor_training_placebo", "floor_rollout_native", "floor_training_native"),
+    *("noise", "chain", "live", "residual"),
+)
+"""Every name under `numbers` in the document for machines: null where it was not measured, never left out."""
+
 
 @dataclass(frozen=True)
 class ReplayResult:
@@ -76,7 +84,7 @@ class ReplayResult:
             "side": self.decision.side,
             "findings": [one.to_dict() for one in self.findings],
             "counts": self.counts(),
-            "numbers": self.numbers(),
+            "numbers": dict.fromkeys(NUMBERS) | self.numbers(),
             "arms": {
                 arm.arm: {"applied": arm.applied, "tokens": arm.drift.tokens, "metrics": arm.drift.values}
                 for arm in found.arms

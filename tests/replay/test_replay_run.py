@@ -18,7 +18,7 @@ from rlk_ledger_replay import run as run_module
 from rlk_ledger_replay import screen
 from rlk_ledger_replay.preparation import Request
 from rlk_ledger_replay.replay_command import replay as command
-from rlk_ledger_replay.result import ReplayResult
+from rlk_ledger_replay.result import NUMBERS, ReplayResult
 from rlk_ledger_replay.run import replay
 from rlk_ledger_schemas.errors import LedgerError, StoreError, UsageError
 
@@ -80,6 +80,7 @@ def test_a_declared_temperature_difference_is_not_comparable_and_confirmed_as_th
     residual = result.judgement.residual
     assert residual is not None
     assert residual.decision == "within_floor"
+    assert list(result.to_dict()["numbers"]) == list(NUMBERS)
 
 
 def test_an_undeclared_temperature_difference_is_found_by_its_side(make_run: Make) -> None:

@@ -35,6 +35,7 @@ from rlk_ledger_replay.report.answers import Answer as Answered
 from rlk_ledger_replay.report.gather import gather
 from rlk_ledger_replay.report.headline import headline, unmeasured
 from rlk_ledger_replay.report.page import render
+from rlk_ledger_replay.result import NUMBERS
 from rlk_ledger_replay.run import ReplayResult, replay
 from rlk_ledger_replay.scorers.child import Answer, run_child
 from rlk_ledger_replay.scorers.engines import Live, parse_pythons, parse_scorers
@@ -164,6 +165,7 @@ def test_a_live_engine_changes_neither_shares_nor_decision_and_everything_is_rec
     ledger = make_run(groups=8)
     plain = replay(ledger, "r1", where="step = 0", keep=False)
     result = replayed(ledger, "reference@rollout", "reference", float32=True)
+    assert list(result.to_dict()["numbers"]) == list(plain.to_dict()["numbers"]) == list(NUMBERS)
     assert (result.decision.decision, result.exit_code) == (plain.decision.decision, 0)
     assert result.numbers()["share_rollout"] == plain.numbers()["share_rollout"]
     found = result.judgement.live
