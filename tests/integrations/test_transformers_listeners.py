@@ -147,3 +147,12 @@ def test_a_generation_that_fails_leaves_nothing_behind(model: Any) -> None:
         draw(model, 98)
         listener.detach()
     assert starts(heard) == [98]
+
+
+@pytest.mark.parametrize("ids", [["one", "too many"], [], None, [3]])
+def test_a_generation_recorded_by_hand_under_wrong_ids_costs_the_job_nothing(model: Any, ids: Any) -> None:
+    with capture(on_error="warn") as events, hf.listening(model) as heard:
+        draw(model, 97)
+        hf.attach(model).recorded(heard[0], ids)
+    assert events.of("gap")
+    hf.attach(model).recorded(object(), ids)  # type: ignore[arg-type]  # off: not even looked at

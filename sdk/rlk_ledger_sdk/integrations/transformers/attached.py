@@ -101,21 +101,23 @@ class Attached:
         **fields: Any,
     ) -> None:
         """Records a Generation (see `generation_of`) under this model's contract and weight version."""
+        if not self.on:
+            return
         self._tell_another()
-        semantics = generation.drawn.semantics(generation.mode)
-        body = logprob_body(self.model, **semantics)
-        record_generation(
-            generation,
-            sample_ids,
-            contract_id=declare("logprob", body),
-            layout_id=self._next_layout("generate"),
-            weight_version=self.weight_version,
-            group_ids=group_ids,
-            dtype=body.get("logits_dtype"),
-            per_sample=per_sample,
-            engine=self.engine,
-            **fields,
-        )
+        with guarded("transformers generation"):
+            body = logprob_body(self.model, **generation.drawn.semantics(generation.mode))
+            record_generation(
+                generation,
+                sample_ids,
+                contract_id=declare("logprob", body),
+                layout_id=self._next_layout("generate"),
+                weight_version=self.weight_version,
+                group_ids=group_ids,
+                dtype=body.get("logits_dtype"),
+                per_sample=per_sample,
+                engine=self.engine,
+                **fields,
+            )
 
     def scored(
         self,
