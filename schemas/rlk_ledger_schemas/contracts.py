@@ -56,6 +56,11 @@ _CLASSES: dict[str, dict[FieldClass, tuple[str, ...]]] = {
 }
 
 
+def known_fields(kind: str) -> tuple[str, ...]:
+    """The fields of a contract of `kind` that have a class of their own."""
+    return tuple(name for fields in _CLASSES.get(kind, {}).values() for name in fields)
+
+
 def field_class(kind: str, field: str) -> FieldClass:
     """The class of one field of a contract of `kind`."""
     for name, fields in _CLASSES.get(kind, {}).items():

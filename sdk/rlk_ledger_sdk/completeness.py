@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rlk_ledger_schemas.arrays import Array, to_array
-from rlk_ledger_schemas.contracts import differing_fields
+from rlk_ledger_schemas.contracts import differing_fields, same
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.events import Event
 from rlk_ledger_schemas.fingerprints import contract_id, sha256
@@ -263,7 +263,7 @@ def _contract(facts: Facts, known: Mapping[str, Contract], own: Contract | None)
     if body.get("mode") == "processed":
         for field in FILTERS:
             asked, declared = facts.get(f"sampling.{field}"), body.get(field)
-            if asked is not None and declared is not None and asked != declared:
+            if asked is not None and declared is not None and not same(asked, declared):
                 yield Reason("contract_mismatch", field, f"sampled with {asked}, the contract says {declared}")
     if own is not None:
         for field, class_, left, right in differing_fields(_KIND, own.body, body):

@@ -194,6 +194,8 @@ def test_usage_is_answered_in_one_sentence(data: Path, imports: Any, capsys: pyt
     assert "run id" in imports.refused("slime", data / "slime", "--run-id", "a/b")
     assert "NAME=VALUE" in imports.refused("slime", data / "slime", "--declare", "temperature")
     assert "NAME=VALUE" in imports.refused("slime", data / "slime", "--declare", "Temp=1")
+    for slip, meant in (("temperatur=1.0", "temperature"), ("training.head_dtypes=float32", "head_dtype")):
+        assert f"did you mean {meant!r}?" in imports.refused("slime", data / "slime", "--declare", slip)
     assert "schema_version" in imports.refused("prime-rl", data / "nemo-rl/train_data_step3.jsonl")
     assert main(["import", "verl", str(data), "--ledger", imports.url]) == 2
     assert "'verl' is not one of" in capsys.readouterr().err

@@ -165,6 +165,7 @@ WRONG = [
     ),
     (complete(contract_id="sha256:00"), ["contract_undeclared contract_id"]),
     (complete(sampling={"temperature": 1.0}), ["contract_mismatch temperature"]),
+    (complete(sampling={"temperature": 0.699999988079071}), []),  # 0.7 as a float32, which is what engines hold
     (complete(sampling={"temperature": 0.7, "top_p": 0.9}, **other(top_p=1.0)), ["contract_mismatch top_p"]),
     (complete(**other(version="2")), ["no_tolerance contract.version"]),
     (complete(**other(compute_dtype="float8_e4m3")), ["no_tolerance contract.compute_dtype"]),

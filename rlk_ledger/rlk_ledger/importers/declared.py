@@ -5,12 +5,14 @@ contracts, whose label `declared` lists them. A weight version enters samples an
 nobody measured it. `{step}` in it stands for the step.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlk_ledger_schemas.contracts import known_fields
 from rlk_ledger_schemas.errors import UsageError
 
 _SOURCES = ("rollout", "training", "reference", "teacher")
@@ -38,6 +40,7 @@ class Declared:
                 raise UsageError(
                     f"--declare {text!r} is no NAME=VALUE such as temperature=0.7 or training.compute_dtype=bfloat16."
                 )
+            _refuse_near_miss(key, text)
             for one in (source,) if known else _SOURCES:
                 fields[one][key] = value if key == _VERSION else _value(value)
         return cls(fields)
@@ -60,6 +63,14 @@ class Declared:
         if "{step}" in text and step is None:
             raise UsageError("--declare weight_version={step} needs steps, and these files name none.")
         return str(text).replace("{step}", str(step))
+
+
+def _refuse_near_miss(key: str, text: str) -> None:
+    """A field of one's own may be stated; one that is a known field's name but for a slip says nothing to anyone."""
+    names = (_VERSION, *known_fields("logprob"))
+    near = [] if key in names else difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+    if near:
+        raise UsageError(f"--declare {text!r}: there is no field {key!r}; did you mean {near[0]!r}?")
 
 
 def _value(text: str) -> Any:

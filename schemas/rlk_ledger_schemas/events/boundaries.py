@@ -16,8 +16,8 @@ class BoundaryCaptured(Event, frozen=True, kw_only=True):
     """What one part of a model handed on in one pass: a digest of the tensor's bits, and the tensor when asked for.
 
     `order` counts the boundaries of one forward pass from 0. `inputs` names the boundaries it was computed from.
-    `feature_range` is the half-open range of the last axis that this rank holds. Arrays reuse names that segments have columns for: a new array
-    name would give every segment another column.
+    `feature_range` is the half-open range of the last axis that this rank holds. Arrays reuse names that segments have
+    columns for: a new array name would give every segment another column.
     """
 
     TYPE: ClassVar[str] = "boundary.captured"
