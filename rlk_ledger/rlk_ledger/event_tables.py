@@ -19,7 +19,6 @@ from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.columns import array_column
 from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.events import REGISTRY, envelope_struct
-from rlk_ledger_schemas.metrics import VALUE_CLASSES
 
 KEYS = {"run_id": pa.string(), "writer_id": pa.string(), "seq": pa.int64(), "wall_ns": pa.int64(), "step": pa.int64()}
 _JSON = msgspec.json.Encoder()
@@ -163,6 +162,3 @@ def runs_table(ledger: Ledger, runs: Sequence[str]) -> pa.Table:
     }
     out |= {name: pa.array([row[name] for row in rows], pa.int64()) for name in (*names, "lost_bytes")}
     return pa.table(out)
-
-
-VALUE_CLASS_NAMES = pa.array(VALUE_CLASSES, pa.string())

@@ -8,11 +8,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rlk_ledger import classes
-from rlk_ledger.event_tables import VALUE_CLASS_NAMES
 from rlk_ledger.history import History, Sample
 from rlk_ledger.pairs import SIDES, PairedSample, Pairing, pair
 from rlk_ledger.series import Series, assemble
-from rlk_ledger_schemas.metrics import LOG_RATIO_CLAMP
+from rlk_ledger_schemas.metrics import LOG_RATIO_CLAMP, VALUE_CLASSES
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 _NAN_IS_NULL = frozenset({"dlogp", "abs_dlogp", "rho"})
@@ -63,8 +62,9 @@ class _Columns:
                 code = -1 if part is None else known.setdefault(str(part), len(known))
                 codes.append(np.full(size, code, np.int32))
         joined = np.concatenate(codes) if codes else np.empty(0, np.int32)
-        labels = VALUE_CLASS_NAMES if any(isinstance(p, np.ndarray) for p in parts) else pa.array(known, pa.string())
-        return pa.DictionaryArray.from_arrays(pa.array(joined, pa.int32(), mask=joined < 0), labels)
+        labels = list(VALUE_CLASSES) if any(isinstance(p, np.ndarray) for p in parts) else list(known)
+        indices = pa.array(joined, pa.int32(), mask=joined < 0)
+        return pa.DictionaryArray.from_arrays(indices, pa.array(labels, pa.string()))
 
 
 _KEYS: dict[str, pa.DataType] = {

@@ -9,6 +9,7 @@ import pytest
 _IMPORTS = """
     import sys
     import rlk_ledger.audit, rlk_ledger.views, rlk_ledger.drift, rlk_ledger.commands.audit, rlk_ledger.commands.query
+    # pandas: pyarrow takes it along with its first array wherever it is installed, and no import may build one
     heavy = [name for name in ("torch", "transformers", "triton", "scipy", "pandas") if name in sys.modules]
     assert not heavy, heavy
 """
