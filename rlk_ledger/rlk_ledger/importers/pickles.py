@@ -12,6 +12,7 @@ What grows is bounded by the file: a container costs it at least _BYTES_PER_CONT
 
 import re
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,14 +36,14 @@ _FLOATS = re.compile(rb"(?:G.{8}){8,%d}+" % _RUN, re.DOTALL)
 _FLOAT = np.dtype([("opcode", "u1"), ("value", ">f8")])
 
 
-class Buildable:
+class Buildable(ABC):
     """An object of the caller's whose state a file sets after making it (opcode BUILD)."""
 
     __slots__ = ()
 
+    @abstractmethod
     def build(self, state: Any) -> None:
         """Takes the state; raises FormatError when it is not one."""
-        raise NotImplementedError
 
 
 class Function:

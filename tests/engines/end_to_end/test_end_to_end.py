@@ -109,14 +109,17 @@ def test_every_sample_that_was_handed_over_is_recorded_with_both_sides_values(jo
     }
     rows = ledger.sql(
         "select sample_id, list(token_id order by position) filter (source = 'rollout') as tokens, "
-        "list(value order by position) filter (source = 'rollout') as rollout, "
-        "count(*) filter (source = 'training' and shard_rank is null) as training "
+        "list(value order by position) filter (source = 'rollout') as rollout "
         "from tokens where run_id = 'clean' group by sample_id"
     ).fetchall()
+    compared = dict(
+        ledger.sql("select sample_id, count(dlogp) from drift where run_id = 'clean' group by sample_id").fetchall()
+    )
     assert {row[0] for row in rows} == handed.keys()
     assert len(rows) == STEPS * GROUPS * GROUP_SIZE
-    for sample_id, tokens, rollout, _ in rows:
+    for sample_id, tokens, rollout in rows:
         assert tokens == handed[sample_id][0]
+        assert compared[sample_id] == len(tokens)  # each has a training value of the same version beside it
         assert rollout == pytest.approx(handed[sample_id][1], rel=1e-6, abs=1e-9)
 
 
