@@ -5,8 +5,13 @@
     runs/<run_id>/run.json
     runs/<run_id>/segment/<shipper>/<n>-<root16>.parquet
     runs/<run_id>/receipt/<shipper>/<n>.json
+    runs/<run_id>/checkpoint/<k>                         C2SP signed note over the receipts so far
+    runs/<run_id>/index/<k>-<sha256, 16 digits>.parquet  what receipts say, consolidated; deletable
+    runs/<run_id>/seal.json
+    runs/<run_id>/hold/<id>.json  hold/<id>-released.json
+    runs/<run_id>/derived/...                            projections, deletable, checked by nobody
 
-`n` is written with at least eight digits, so that a listing comes in chain order.
+`n` and `k` are written with at least eight digits, so that a listing comes in order.
 """
 
 import re
@@ -21,6 +26,8 @@ _SHIPPER = re.compile(r"[0-9a-f]{32}")
 # One number has one name: a second name for it would be an object that readers see and a check of the first misses.
 _NUMBER = r"([0-9]{8}|[1-9][0-9]{8,14})"
 _RECEIPT = re.compile(rf"receipt/([0-9a-f]{{32}})/{_NUMBER}\.json")
+_CHECKPOINT = re.compile(rf"checkpoint/{_NUMBER}")
+_INDEX = re.compile(rf"index/{_NUMBER}-([0-9a-f]{{16}})\.parquet")
 _SEGMENT = re.compile(rf"segment/([0-9a-f]{{32}})/{_NUMBER}-([0-9a-f]{{16}})\.parquet")
 
 
@@ -64,3 +71,30 @@ def parse_segment(relative: str) -> tuple[str, int, str] | None:
 def is_shipper(text: str) -> bool:
     """Whether `text` is a shipper or writer id: 32 lower-case hex digits."""
     return _SHIPPER.fullmatch(text) is not None
+
+
+def checkpoint_path(run_id: str, k: int) -> str:
+    """Path of checkpoint `k` of a run; the first is 0."""
+    return f"{run_root(run_id)}/checkpoint/{k:08d}"
+
+
+def index_path(run_id: str, k: int, digest: bytes) -> str:
+    """Path of an index that ends with checkpoint `k`; `digest` is the SHA-256 of its bytes."""
+    return f"{run_root(run_id)}/index/{k:08d}-{digest.hex()[:16]}.parquet"
+
+
+def seal_path(run_id: str) -> str:
+    """Path of the run's seal."""
+    return f"{run_root(run_id)}/seal.json"
+
+
+def parse_checkpoint(relative: str) -> int | None:
+    """k of a checkpoint's path relative to its run, None when it is no checkpoint's path."""
+    match = _CHECKPOINT.fullmatch(relative)
+    return int(match[1]) if match else None
+
+
+def parse_index(relative: str) -> tuple[int, str] | None:
+    """(k, first 16 hex digits of its SHA-256) of an index's path relative to its run, or None."""
+    match = _INDEX.fullmatch(relative)
+    return (int(match[1]), match[2]) if match else None
