@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/rlk-ledger demo --dir demo $(if $(FAULT),--fault $(FAULT))
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest $(ARGS)
 
 # The engines pin torch, numpy and transformers themselves. Their image, sound and compiler companions do not match a
 # CPU build of torch, and with torchvision present neither vllm nor transformers can be imported: they go last.
