@@ -99,7 +99,7 @@ def test_the_instrumented_loop_passes_and_its_forgotten_temperature_is_measured(
 
 def test_the_event_table_names_what_a_job_records_and_what_is_required() -> None:
     rows = {row[0].strip("`"): row for row in table("## Instrumenting your own loop", "event")}
-    own = {"run.opened", "writer.opened", "writer.closed", "writer.lost", "gap"}
+    own = {"run.opened", "writer.opened", "writer.closed", "writer.lost", "gap", "segments.pruned"}
     assert rows.keys() == {n for n, t in REGISTRY.items() if not t.public.__module__.endswith("replays")} - own
     for name, row in rows.items():
         kind = REGISTRY[name]

@@ -24,7 +24,10 @@ from rlk_ledger_sdk.modes import disabled as disabled
 from rlk_ledger_sdk.redaction import Redaction
 
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")
-ROLES = ("rollout", "training", "reference", "reward", "teacher", "router", "replay", "import", "shipper")
+ROLES = (
+    *("rollout", "training", "reference", "reward", "teacher", "router"),
+    *("replay", "import", "shipper", "retention"),
+)
 DEFAULT_BUDGET = 4 << 30
 DEFAULT_BLOCK_MS = 5.0
 DEFAULT_EXIT_S = 10.0

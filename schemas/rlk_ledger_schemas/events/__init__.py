@@ -35,6 +35,7 @@ from rlk_ledger_schemas.events.replays import (
     ReportWritten,
     VerdictReached,
 )
+from rlk_ledger_schemas.events.retention import SegmentsPruned
 from rlk_ledger_schemas.events.samples import BatchLayout, Logprobs, PromptRecorded, RolloutSample
 from rlk_ledger_schemas.events.weights import WeightsLoaded, WeightsPublished
 
@@ -66,6 +67,7 @@ __all__ = [
     "RolloutSample",
     "RunOpened",
     "SegmentTimed",
+    "SegmentsPruned",
     "VerdictReached",
     "WeightsLoaded",
     "WeightsPublished",

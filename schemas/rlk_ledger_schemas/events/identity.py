@@ -8,7 +8,9 @@ from msgspec import Meta
 from rlk_ledger_schemas.errors import EventError
 from rlk_ledger_schemas.events.base import Arrays, Count, Digest, Event, Free, Name, register
 
-Role = Literal["rollout", "training", "reference", "reward", "teacher", "router", "replay", "import", "shipper"]
+Role = Literal[
+    "rollout", "training", "reference", "reward", "teacher", "router", "replay", "import", "shipper", "retention"
+]
 Size = Annotated[int, Meta(ge=1)]
 
 
