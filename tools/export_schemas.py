@@ -12,12 +12,19 @@ from typing import Any
 
 import msgspec
 
+from rlk_ledger_schemas.checkpoints import CheckpointInfo
 from rlk_ledger_schemas.events import REGISTRY, EventType, envelope_struct
 from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-OBJECTS = {"ledger.json": LedgerInfo, "run.json": RunInfo, "receipt": Receipt, "spool.header": SpoolHeader}
+OBJECTS = {
+    "ledger.json": LedgerInfo,
+    "run.json": RunInfo,
+    "receipt": Receipt,
+    "checkpoint.extension": CheckpointInfo,
+    "spool.header": SpoolHeader,
+}
 
 
 def schemas() -> dict[str, dict[str, Any]]:

@@ -7,6 +7,8 @@ the checks are those of RFC 9162 section 2.1.3.2 and 2.1.4.2. A leaf here is a l
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from rlk_ledger_schemas.errors import FormatError
+
 _BYTES = 32
 
 
@@ -133,6 +135,20 @@ class Frontier:
         self._roots: list[bytes] = []  # of full subtrees, largest first
         for item in leaves:
             self.append(item)
+
+    @classmethod
+    def resume(cls, size: int, peaks: Sequence[bytes]) -> "Frontier":
+        """A frontier of `size` leaves from what `peaks` of it was; raises FormatError when there is another number."""
+        if len(peaks) != size.bit_count() or not _hashes(peaks):
+            raise FormatError(f"a tree of {size} leaves has {size.bit_count()} full subtrees, not {len(peaks)}.")
+        out = cls()
+        out.size, out._roots = size, list(peaks)
+        return out
+
+    @property
+    def peaks(self) -> tuple[bytes, ...]:
+        """The roots of the full subtrees, largest first: all that is needed to go on."""
+        return tuple(self._roots)
 
     def append(self, leaf: bytes) -> None:
         """Adds one leaf hash."""
