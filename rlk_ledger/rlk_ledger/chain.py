@@ -94,6 +94,7 @@ class Chain:
             writers=writer_ranges(records, endings or {}),
             root=f"sha256:{segment.root.hex()}",
             types=segment.counts,
+            samples=segment.samples,
             wall_us=self._wall_us(),
             ledger_json=sha256(self.contact.ledger_bytes) if self.n == 0 else None,
             run_json=sha256(self.contact.run_bytes) if self.n == 0 else None,

