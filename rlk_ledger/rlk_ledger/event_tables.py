@@ -12,8 +12,9 @@ import msgspec
 import pyarrow as pa
 
 from rlk_ledger.ledger import Ledger, Run
-from rlk_ledger.records import list_type
+from rlk_ledger.records import build_table, list_type
 from rlk_ledger.segments import read_segment
+from rlk_ledger.store import Missing
 from rlk_ledger_schemas.arrays import ArraySpec
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.columns import array_column
@@ -111,12 +112,15 @@ def as_json(value: Any) -> str:
 
 
 def run_tables(run: Run, kinds: Sequence[str] | None) -> Iterable[pa.Table]:
-    """The tables of a run's segments that hold `kinds`, each (writer, seq) once."""
+    """The tables of a run's segments that hold `kinds`, each (writer, seq) once; of a pruned one, what outlives it."""
     seen: set[tuple[str, int]] = set()
     for segment in run.segments(kinds):
         try:
-            table = read_segment(run.store.read(segment.path), kinds)
-        except FormatError as error:
+            try:
+                table = read_segment(run.store.read(segment.path), kinds)
+            except Missing:
+                table = build_table(run.outliving(segment, kinds))
+        except (Missing, FormatError) as error:
             raise LedgerError(f"{segment.path}: {error} Run `rlk-ledger verify {run.run_id}`.") from None
         if run.shared_writers:
             table = _once(table, run.shared_writers, seen)

@@ -28,6 +28,7 @@ _NUMBER = r"([0-9]{8}|[1-9][0-9]{8,14})"
 _RECEIPT = re.compile(rf"receipt/([0-9a-f]{{32}})/{_NUMBER}\.json")
 _CHECKPOINT = re.compile(rf"checkpoint/{_NUMBER}")
 _INDEX = re.compile(rf"index/{_NUMBER}-([0-9a-f]{{16}})\.parquet")
+_HOLD = re.compile(r"hold/([0-9a-f]{16})(-released)?\.json")
 _SEGMENT = re.compile(rf"segment/([0-9a-f]{{32}})/{_NUMBER}-([0-9a-f]{{16}})\.parquet")
 
 
@@ -98,3 +99,14 @@ def parse_index(relative: str) -> tuple[int, str] | None:
     """(k, first 16 hex digits of its SHA-256) of an index's path relative to its run, or None."""
     match = _INDEX.fullmatch(relative)
     return (int(match[1]), match[2]) if match else None
+
+
+def hold_path(run_id: str, hold_id: str, released: bool = False) -> str:
+    """Path of a hold of a run, or of the object that releases it."""
+    return f"{run_root(run_id)}/hold/{hold_id}{'-released' if released else ''}.json"
+
+
+def parse_hold(relative: str) -> tuple[str, bool] | None:
+    """(hold id, whether it is the release) of a hold's path relative to its run, None when it is no hold's path."""
+    match = _HOLD.fullmatch(relative)
+    return (match[1], match[2] is not None) if match else None

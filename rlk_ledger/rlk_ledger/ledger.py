@@ -16,6 +16,7 @@ from rlk_ledger.chain import held_ranges
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.store import Missing, Store, open_store
+from rlk_ledger.tombstones import Graves, Pruned, absent, read_graves, summary
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError, LedgerError
@@ -45,6 +46,7 @@ class Run:
         self.store = store
         self.run_id = run_id
         self._path = layout.run_json(run_id)
+        self._graves: Graves | None = None
 
     @cached_property
     def info(self) -> RunInfo:
@@ -123,18 +125,57 @@ class Run:
         return data
 
     def records(self, types: Collection[str] | None = None) -> Iterator[Record]:
-        """The records of the run (of `types`, when given), segment by segment, each (writer, seq) once."""
+        """The records of the run (of `types`, when given), segment by segment, each (writer, seq) once.
+
+        Of a pruned segment these are the few that its tombstone states; see `pruned`.
+        """
         seen: set[tuple[str, int]] = set()
         for segment in self.segments(types):
+            for record in self.records_of(segment, types):
+                if record.writer_id in self.shared_writers:
+                    if (record.writer_id, record.seq) in seen:
+                        continue
+                    seen.add((record.writer_id, record.seq))
+                yield record
+
+    def records_of(self, segment: SegmentFile, types: Collection[str] | None = None) -> Iterator[Record]:
+        """The records of one segment, or what outlives it once it is pruned; raises LedgerError for a damaged one."""
+        try:
             try:
-                for record in read_records(self._intact(segment), types):
-                    if record.writer_id in self.shared_writers:
-                        if (record.writer_id, record.seq) in seen:
-                            continue
-                        seen.add((record.writer_id, record.seq))
-                    yield record
-            except (Missing, FormatError) as error:
-                raise LedgerError(f"{segment.path}: {error} Run `rlk-ledger verify {self.run_id}`.") from None
+                yield from read_records(self._intact(segment), types)
+            except Missing:
+                yield from self.outliving(segment, types)
+        except (Missing, FormatError) as error:
+            raise LedgerError(f"{segment.path}: {error} Run `rlk-ledger verify {self.run_id}`.") from None
+
+    def outliving(self, segment: SegmentFile, types: Collection[str] | None = None) -> list[Record]:
+        """The events (of `types`, when given) that outlive a pruned segment; raises Missing when none says it was."""
+        grave = self.graves().by_name.get(segment.receipt.segment.name)
+        if grave is None:  # it may have been pruned after the receipts were read
+            self._graves = read_graves((fresh := Run(self.store, self.run_id)).receipts, fresh._of_types)
+            grave = self._graves.by_name.get(segment.receipt.segment.name)
+        if grave is None:
+            raise Missing("the segment is gone, and no tombstone says that it was pruned.")
+        return [r for r in grave.statements if types is None or decode_envelope(r.envelope)["type"] in types]
+
+    def graves(self) -> Graves:
+        """What the run's tombstones say; raises LedgerError when one cannot be read."""
+        if self._graves is None:
+            self._graves = read_graves(self.receipts, self._of_types)
+        return self._graves
+
+    def _of_types(self, receipt: Receipt, types: Collection[str]) -> Iterator[Record]:
+        path = layout.segment_path(self.run_id, receipt.segment.name)
+        try:
+            yield from read_records(self._intact(SegmentFile(path, receipt)), types)
+        except (Missing, FormatError) as error:
+            raise LedgerError(f"{path}: {error} Run `rlk-ledger verify {self.run_id}`.") from None
+
+    def pruned(self) -> Pruned | None:
+        """How much of the run was deleted on purpose, None for nothing; what is named but still there is not."""
+        graves = self.graves().by_name
+        gone = absent(self.store, self.run_id, graves)
+        return summary([graves[name] for name in sorted(gone)], self.receipts)
 
 
 class Ledger:

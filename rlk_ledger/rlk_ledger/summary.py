@@ -8,6 +8,7 @@ from rlk_ledger.chain import held_ranges
 from rlk_ledger.ledger import Ledger, Run
 from rlk_ledger.segments import read_segment
 from rlk_ledger.spans import merged, total
+from rlk_ledger.store import Missing
 
 
 def overview(run: Run) -> dict[str, Any]:
@@ -99,7 +100,11 @@ def _tokens(run: Run) -> dict[str, int]:
     """Response tokens and how many of them the loss mask keeps, as recorded (duplicates of a hand-over included)."""
     tokens = active = 0
     for segment in run.segments({"rollout.sample"}):
-        table = read_segment(run.store.read(segment.path), {"rollout.sample"})
+        try:
+            table = read_segment(run.store.read(segment.path), {"rollout.sample"})
+        except Missing:
+            run.outliving(segment)  # or it would be missing, not pruned
+            continue
         masks = table["loss_mask__uint8"]
         tokens += pc.sum(pc.list_value_length(masks)).as_py() or 0
         active += pc.sum(pc.list_flatten(masks)).as_py() or 0
