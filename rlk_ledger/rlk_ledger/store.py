@@ -1,4 +1,4 @@
-"""The only door to a bucket: create (put-if-absent), read, list, stat.
+"""The only door to a bucket: create (put-if-absent), read, list, stat, and delete for `prune` alone.
 
 After `create(path, data)` returns, `path` holds exactly `data`, whoever wrote it: a lost reply and a retry are both
 success. AlreadyThere means other bytes are there; any other StoreError leaves the outcome open, and a retry is safe.
@@ -55,6 +55,9 @@ class Store(Protocol):
 
     def stat(self, path: str) -> int | None:
         """The object's size in bytes, None when there is no object; raises StoreError when that cannot be told."""
+
+    def delete(self, path: str) -> None:
+        """Removes the object; one that is not there is success. Raises StoreError. Nothing but `prune` calls it."""
 
     def locate(self, path: str) -> str:
         """The absolute path or URL of `path`, as other readers (DuckDB, fsspec) want it."""
@@ -147,6 +150,16 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"cannot look at {target}: {_why(error)}.") from error
 
+    def delete(self, path: str) -> None:
+        target = self.root / checked(path)
+        try:
+            target.unlink()
+            _sync_folder(target.parent)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StoreError(f"cannot delete {target}: {_why(error)}.") from error
+
     def locate(self, path: str) -> str:
         return str(self.root / checked(path))
 
@@ -215,6 +228,14 @@ class FsspecStore:
             return None
         except Exception as error:
             raise StoreError(f"cannot look at {self.locate(path)}: {_why(error)}.") from error
+
+    def delete(self, path: str) -> None:
+        try:
+            self.fs.rm_file(self._target(path))
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise StoreError(f"cannot delete {self.locate(path)}: {_why(error)}.") from error
 
     def locate(self, path: str) -> str:
         return str(self.fs.unstrip_protocol(self._target(path)))
