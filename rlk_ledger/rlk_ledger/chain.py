@@ -14,6 +14,7 @@ from rlk_ledger import layout
 from rlk_ledger.contact import Contact
 from rlk_ledger.records import LIMIT, Record
 from rlk_ledger.segments import write_segment
+from rlk_ledger.signing import Signer, signed
 from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import StoreError
@@ -70,6 +71,7 @@ class Chain:
         contact: Contact,
         shipper: str | None = None,
         wall_us: Callable[[], int] = _wall_us,
+        signer: Signer | None = None,
     ) -> None:
         self.store = store
         self.contact = contact
@@ -77,6 +79,7 @@ class Chain:
         self.n = 0
         self.previous: str | None = None
         self._wall_us = wall_us
+        self._signer = signer  # one for the whole chain: its first receipt names the key
 
     def draft(self, records: Sequence[Record], endings: Mapping[str, Ending] | None = None) -> Draft:
         """The next segment and receipt for `records`; `endings` names writers found dead. Raises FormatError."""
@@ -99,7 +102,7 @@ class Chain:
             ledger_json=sha256(self.contact.ledger_bytes) if self.n == 0 else None,
             run_json=sha256(self.contact.run_bytes) if self.n == 0 else None,
         )
-        data = encode_receipt(receipt)
+        data = encode_receipt(signed(receipt, self._signer))
         path = layout.receipt_path(run_id, self.shipper, self.n)
         return Draft(layout.segment_path(run_id, name), segment.data, path, data, decode_receipt(data, path))
 
