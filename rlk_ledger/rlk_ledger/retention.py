@@ -248,12 +248,13 @@ def _refuse_forks(run: Run, writer_id: str, holders: Sequence[Receipt], spans: S
     for receipt in holders:
         segment = SegmentFile(layout.segment_path(run.run_id, receipt.segment.name), receipt)
         for record in run.records_of(segment):
-            if record.writer_id == writer_id and _inside(record, spans):
-                if leaves.setdefault(record.seq, record.leaf) != record.leaf:
-                    raise LedgerError(
-                        f"{segment.path}: another segment holds another event {record.seq} of writer {writer_id}: a "
-                        f"fork is evidence, nothing was deleted. `rlk-ledger verify {run.run_id}` says more."
-                    )
+            if record.writer_id != writer_id or not _inside(record, spans):
+                continue
+            if leaves.setdefault(record.seq, record.leaf) != record.leaf:
+                raise LedgerError(
+                    f"{segment.path}: another segment holds another event {record.seq} of writer {writer_id}: a fork "
+                    f"is evidence, nothing was deleted. `rlk-ledger verify {run.run_id}` says more."
+                )
 
 
 def _inside(record: Record, spans: Spans) -> bool:
@@ -309,8 +310,8 @@ def _delete(ledger: Ledger, run_id: str, names: Sequence[str]) -> None:
                 failed += [error] if error is not None else []
             if failed:
                 raise StoreError(
-                    f"{done} of {len(names)} segments were deleted, then: {failed[0]} The tombstone stands and the rest "
-                    "is still there and still read; prune again once the bucket allows it."
+                    f"{done} of {len(names)} segments were deleted, then: {failed[0]} The tombstone stands, the "
+                    "rest is still there and still read; prune again once the bucket allows it."
                 )
 
 

@@ -64,7 +64,7 @@ def hold(run: str, reason: str | None, hold_id: str | None, by: str | None, url:
     if not listed:
         terminal.say(f"run {run} has no holds; --reason TEXT places one.")
     if gone is not None:
-        terminal.say(f"before that {gone.text}.")
+        terminal.say(f"{gone.text}; no hold brings them back.")
 
 
 def _fields(state: "State") -> dict[str, Any]:

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from rlk_ledger import layout
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.store import Missing, Store, open_store
+from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.chains import check_chains
 from rlk_ledger.verify.finding import KINDS, Finding, VerifyResult, finding, result
+from rlk_ledger.verify.pruned import check_pruned, graves_of
 from rlk_ledger.verify.segment import check_segment
 from rlk_ledger.verify.writers import check_writers
 from rlk_ledger_schemas.errors import FormatError, LedgerError
@@ -46,8 +48,10 @@ def verify(
     done = _Counter(size, progress)
     for run, chain in chains:
         findings += chain.findings
-        damaged = _check_segments(store, run, chain.receipts, deep, done, findings)
-        findings += check_writers(store, run, chain.receipts, chain.info, damaged)
+        graves = graves_of(store, run, chain.receipts)
+        damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
+        findings += check_pruned(store, run, chain.receipts, graves, absent)
+        findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
         receipts += chain.receipts
     return result(
         list(dict.fromkeys(findings)),
@@ -98,16 +102,28 @@ class _Counter:
 
 
 def _check_segments(
-    store: Store, run_id: str, receipts: Sequence[Receipt], deep: bool, done: _Counter, findings: list[Finding]
-) -> set[str]:
-    """Checks the segments on as many threads as there are cores (hashing frees the interpreter); damaged paths."""
-    damaged = set()
+    store: Store,
+    run_id: str,
+    receipts: Sequence[Receipt],
+    graves: Graves,
+    deep: bool,
+    done: _Counter,
+    findings: list[Finding],
+) -> tuple[set[str], set[str]]:
+    """Checks the segments on as many threads as there are cores (hashing frees the interpreter).
+
+    Returns the paths of the damaged ones and the names of those that are gone as a tombstone says.
+    """
+    damaged, absent = set(), set()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for receipt, found in zip(
             receipts, pool.map(lambda r: check_segment(store, run_id, r, deep), receipts), strict=True
         ):
+            done.add(receipt.segment.bytes)
+            if receipt.segment.name in graves.by_name and [f.kind for f in found] == ["segment.missing"]:
+                absent.add(receipt.segment.name)
+                continue
             findings += found
             if any(f.severity == "error" for f in found):
                 damaged.add(layout.segment_path(run_id, receipt.segment.name))
-            done.add(receipt.segment.bytes)
-    return damaged
+    return damaged, absent

@@ -24,6 +24,8 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "segment.contradicts": ("error", "a segment holds other events than its receipt says"),
     "leaf.differs": ("error", "an event's bytes do not give its leaf"),
     "projection.differs": ("error", "a column does not say what the event says"),
+    "tombstone.contradicts": ("error", "a tombstone contradicts the receipt of a segment it names, or another one"),
+    "hold.damaged": ("error", "an object among the holds that is no hold of the run, or was changed"),
     "fork": ("error", "one (writer, sequence number) holds two different events"),
     "seqs.missing": ("gap", "sequence numbers of a writer are in no segment and no gap event explains them"),
     "seqs.dropped": ("gap", "sequence numbers a gap event says were dropped"),
@@ -34,6 +36,9 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "run.redeclared": ("info", "a process declared the run otherwise than run.json, which the first one wrote"),
     "run.open": ("info", "ranks that have not reported while the run is still open"),
     "duplicates": ("info", "events committed twice with the same bytes; views show them once"),
+    "segment.pruned": ("info", "segments deleted on purpose, as a tombstone says; their receipts stay"),
+    "prune.unfinished": ("info", "segments that a tombstone names and that are still there: a prune was cut short"),
+    "run.held": ("info", "a hold forbids pruning the run"),
     "segment.garbage": ("info", "a segment no receipt names: it does not exist for readers"),
 }
 

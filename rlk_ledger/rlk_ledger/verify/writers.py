@@ -10,6 +10,7 @@ from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.spans import intersect, merged, subtract, total
 from rlk_ledger.store import FileStore, Missing, Store
+from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
@@ -19,17 +20,18 @@ _Spans = list[tuple[int, int]]
 
 
 def check_writers(
-    store: Store, run_id: str, receipts: Sequence[Receipt], info: RunInfo | None, damaged: Iterable[str]
+    store: Store, run_id: str, receipts: Sequence[Receipt], info: RunInfo | None, damaged: Iterable[str], graves: Graves
 ) -> list[Finding]:
     """What the receipts, the gap events and the writers' own words say about each writer and about the roster.
 
-    `damaged` are paths of segments that cannot be read; what they held is not searched. Raises StoreError.
+    `damaged` are paths of segments that cannot be read; what they held is not searched. Of a pruned segment, the events
+    that its tombstone in `graves` states are taken. Raises StoreError.
     """
     spans: dict[str, _Spans] = {}
     for receipt in receipts:
         for writer in receipt.writers:
             spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
-    events = _Reader(store, run_id, receipts, frozenset(damaged))
+    events = _Reader(store, run_id, receipts, frozenset(damaged), graves)
     dropped = _dropped(events)
     shippers = {receipt.shipper for receipt in receipts}
     ends = _Ends(receipts)
@@ -47,11 +49,14 @@ class _Reader:
 
     TYPES = frozenset({"gap", "writer.opened", "run.opened"})
 
-    def __init__(self, store: Store, run_id: str, receipts: Sequence[Receipt], damaged: frozenset[str]) -> None:
+    def __init__(
+        self, store: Store, run_id: str, receipts: Sequence[Receipt], damaged: frozenset[str], graves: Graves
+    ) -> None:
         self.store = store
         self.run_id = run_id
         self.receipts = receipts
         self.damaged = damaged
+        self.graves = graves
         self.found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.TYPES}
         for receipt in receipts:
             wanted = {t.type for t in receipt.types} & self.TYPES
@@ -73,7 +78,8 @@ class _Reader:
             local = isinstance(self.store, FileStore)
             return list(read_records(Path(self.store.locate(path)) if local else self.store.read(path), types))
         except (Missing, FormatError):
-            return []
+            grave = self.graves.by_name.get(receipt.segment.name)
+            return list(grave.statements) if grave is not None else []
 
 
 def _dropped(events: _Reader) -> dict[str, _Spans]:
