@@ -223,9 +223,10 @@ class Shipper:
         """Whether nothing waits to be shipped and no writer is known to live."""
         if self._futures or any(o.pending or o.endings or o.inflight for o in self.outboxes.values()):
             return False
-        return not any(self._may_write(writer) for writer in self.writers.values())
+        return not any(self.may_write(writer) for writer in self.writers.values())
 
-    def _may_write(self, writer: WriterSpool) -> bool:
+    def may_write(self, writer: WriterSpool) -> bool:
+        """Whether more may come of the writer; of one that cannot be looked at, a minute after its last event not."""
         if writer.header is None or writer.ended or writer.closed:
             return False
         if writer.alive is None:
@@ -291,7 +292,7 @@ def _write_status(directory: Path, status: Status) -> None:
 def _remove_folder(directory: Path) -> None:
     """Removes what a finished writer and its shipper left; a folder that holds anything else stays."""
     with contextlib.suppress(OSError):
-        for name in ("status.json", "flush", ".status.tmp", ".flush.tmp"):
+        for name in ("status.json", "flush", "losses", ".status.tmp", ".flush.tmp"):
             (directory / name).unlink(missing_ok=True)
         for path in directory.glob(".*.tmp"):
             path.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 A file is finished when it can get no further frame: a newer file exists, the writer said it closed, or its process is
 dead. Whether a newer file exists and whether the process lives is looked at *before* reading, so that nothing written
 in between is missed. An invalid frame before that moment means "not yet"; after it, it is a tear and its bytes are
-counted. Bytes are read, never mapped: a file that shrinks under us is a short read, not a signal.
+counted. Bytes are read, never mapped: a file that shrinks under us is a short read, not a signal. A writer that ended
+in an outage left its last gap event beside its files (`rlk_ledger_sdk.loss_page`); it is read after them.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ from rlk_ledger.records import Record, make_record
 from rlk_ledger_schemas.codec import decode_envelope, decode_payload
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, decode_header, frame_size, read_frame, unwritten
-from rlk_ledger_sdk.process import is_alive
+from rlk_ledger_sdk.loss_page import read_losses
+from rlk_ledger_sdk.presence import held
+from rlk_ledger_sdk.process import is_alive, same_kernel
 
 SUFFIX = ".spool"
 DAMAGED = ".damaged"
@@ -112,16 +115,23 @@ class WriterSpool:
         self.lost_bytes = 0
         self.closed = False
         self.alive: bool | None = True
-        self.problem: str | None = None
         self.unreadable = False
         self.events_read = 0
         self.assume_dead = False
         self._gone = -1  # files up to this number were released
+        self._damage: str | None = None
+        self._trouble: str | None = None  # as `_damage`, and over when the disk works again
+        self._hidden = False  # files may be there that could not be listed or opened
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with this spool, in one sentence: damage that stays, or a disk that fails now."""
+        return self._damage or self._trouble
 
     @property
     def ended(self) -> bool:
         """Whether no event can come any more: the writer closed or is dead, and all it left was read."""
-        return (self.closed or self.alive is False) and all(file.finished for file in self.files)
+        return (self.closed or self.alive is False) and not self._hidden and all(file.finished for file in self.files)
 
     @property
     def died(self) -> bool:
@@ -130,11 +140,12 @@ class WriterSpool:
 
     def look(self) -> None:
         """Finds out who writes here, whether it lives and which files there are; to be called before every `poll`."""
+        self._trouble = None
         if self.header is None:
             self._find_files()
             self._find_header()
         if self.header is not None:
-            alive = is_alive(self.header)
+            alive = self._lives(self.header)
             self.alive = False if alive is None and self.assume_dead else alive
         self._find_files()
 
@@ -153,7 +164,10 @@ class WriterSpool:
             if self.unreadable:
                 break
             if not newest or self.closed or self.alive is False:
-                self._finish(file)
+                if not self._finish(file):
+                    break
+                if newest and not self._hidden:
+                    self._read_losses(file, out)
         return out, used
 
     def sync(self) -> None:
@@ -169,14 +183,21 @@ class WriterSpool:
         """Deletes finished files whose events are all committed; damaged ones are set aside. Returns bytes freed."""
         freed = 0
         while self.files and self.files[0].finished and self.files[0].last_seq <= committed:
-            file = self.files.pop(0)
-            freed += os.fstat(file.fd).st_size
+            file = self.files[0]
+            try:
+                size = os.fstat(file.fd).st_size
+                if file.damaged:
+                    with contextlib.suppress(FileNotFoundError):
+                        file.path.rename(file.path.with_name(file.path.name + DAMAGED))
+                else:
+                    file.path.unlink(missing_ok=True)
+            except OSError as error:  # it stays, and is known to be committed: the next cycle tries again
+                self._trouble = f"cannot remove {file.path}: {error.strerror}"
+                break
+            del self.files[0]
+            freed += size
             file.close()
             self._gone = file.number
-            if file.damaged:
-                file.path.rename(file.path.with_name(file.path.name + DAMAGED))
-            else:
-                file.path.unlink(missing_ok=True)
         return freed
 
     def close(self) -> None:
@@ -184,9 +205,16 @@ class WriterSpool:
         for file in self.files:
             file.close()
 
+    def _lives(self, header: SpoolHeader) -> bool | None:
+        """Whether the writer lives: by its process; where that cannot be seen, by its lock, under the same kernel."""
+        alive = is_alive(header)
+        if alive is not None or not header.locked or not same_kernel(header):
+            return alive
+        return held(self.directory)
+
     def _find_header(self) -> None:
         for file in self.files:
-            with contextlib.suppress(FormatError):  # `poll` deals with it
+            with contextlib.suppress(FormatError, OSError):  # `poll` deals with it
                 if self.header is None and file.open_header(self.writer_id):
                     self.header = file.header
 
@@ -194,6 +222,7 @@ class WriterSpool:
         """Opens the files that are new, in order; one that cannot be opened yet holds up those after it."""
         known = {file.number for file in self.files}
         found = []
+        self._hidden = False
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:
@@ -203,13 +232,14 @@ class WriterSpool:
                     if entry.is_file(follow_symlinks=False):
                         found.append((int(stem), Path(entry.path)))
                     else:
-                        self.problem = f"{entry.path} is no regular file; it is left alone"
+                        self._damage = f"{entry.path} is no regular file; it is left alone"
             for number, path in sorted(found):
                 self.files.append(SpoolFile(path, number))
         except FileNotFoundError:
             pass  # removed meanwhile
         except OSError as error:
-            self.problem = f"cannot read {error.filename}: {error.strerror}"
+            self._hidden = True
+            self._trouble = f"cannot read {error.filename}: {error.strerror}"
 
     def _read(self, file: SpoolFile, room: int, out: list[Record]) -> int:
         """Appends what `file` holds to `out`, until `room` bytes; returns the bytes taken."""
@@ -218,6 +248,9 @@ class WriterSpool:
                 return 0
         except FormatError as error:
             self._poison(file, str(error), 0)
+            return 0
+        except OSError as error:
+            self._fails(file, error)
             return 0
         used = 0
         while used < room and (payload := self._next(file)) is not None:
@@ -237,25 +270,45 @@ class WriterSpool:
                 self.closed = True
         return used
 
+    def _read_losses(self, file: SpoolFile, out: list[Record]) -> None:
+        """Appends the gap event of what the writer had lost and not stated yet; `file` stays until it is committed."""
+        payload = read_losses(self.directory, self.writer_id, self.read_seq)
+        if payload is not None:
+            record = make_record(*decode_payload(payload))
+            out.append(record)
+            self.events_read += 1
+            file.last_seq = self.read_seq = record.seq
+
     def _next(self, file: SpoolFile) -> bytes | None:
         """The file's next payload; None also where the disk fails: what was read before must not be lost with it."""
         try:
             return file.next_payload()
         except OSError as error:
-            self.problem = f"cannot read {file.path}: {error.strerror}"
-            self.unreadable = True
+            self._fails(file, error)
             return None
+
+    def _fails(self, file: SpoolFile, error: OSError) -> None:
+        """The disk fails here: nothing of this writer is read past it until it does not."""
+        self._trouble = f"cannot read {file.path}: {error.strerror}"
+        self.unreadable = True
 
     def _poison(self, file: SpoolFile, problem: str, size: int) -> None:
         """A frame that is whole and still not an event: counted as lost, its file kept for a person to look at."""
         self.lost_bytes += size
-        self.problem = problem
+        self._damage = problem
         file.damaged = True
 
-    def _finish(self, file: SpoolFile) -> None:
+    def _finish(self, file: SpoolFile) -> bool:
+        """Counts what is left in a file that gets no further frame; False where the disk does not say."""
+        try:
+            left = file.bytes_left()
+        except OSError as error:
+            self._fails(file, error)
+            return False
         file.finished = True
         if file.header is None:
-            self.lost_bytes += file.bytes_left()
+            self.lost_bytes += left
             file.damaged = True
         elif not self.closed or file is not self.files[-1]:
-            self.lost_bytes += file.bytes_left()
+            self.lost_bytes += left
+        return True

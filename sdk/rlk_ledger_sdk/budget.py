@@ -39,7 +39,7 @@ class Budget:
     def unshipped(self) -> int:
         """Bytes of finished files that are still on disk and hold an event not yet committed."""
         committed = read_status(self._directory).committed
-        self._files = [f for f in self._files if f.last_seq > committed and f.path.exists()]
+        self._files = [f for f in self._files if f.last_seq > committed and _there(f.path)]
         return sum(f.size for f in self._files)
 
     def fits(self, size: int, last_seq: int) -> bool:
@@ -71,3 +71,11 @@ class Budget:
         if self._refusal is not None and time.monotonic() >= self._retry_at:
             self._refusal = None
         return self._refusal
+
+
+def _there(path: Path) -> bool:
+    """Whether the file still uses room: also where the disk does not say."""
+    try:
+        return path.exists()
+    except OSError:
+        return True

@@ -10,6 +10,7 @@ class Losses:
 
     `add` comes before the sequence number is consumed and `written_as` before the gap event is put, so that after an
     exception between any two of these steps `settle` can tell what happened from the next sequence number alone.
+    `kept` is the gap event as it will be put, with its number: whatever states these losses states the same bytes.
     """
 
     def __init__(self) -> None:
@@ -20,6 +21,7 @@ class Losses:
         self._reason = ""
         self._event_type: str | None = None
         self._written_as = -1
+        self.kept: tuple[int, bytes] | None = None
 
     def __bool__(self) -> bool:
         return self._range is not None
@@ -39,10 +41,13 @@ class Losses:
         self._written_as = -1
         self._range = (seq if self._range is None else self._range[0], seq)
 
-    def fields(self, seq: int) -> dict[str, Any]:
-        """The gap event that states the range, about to be put as sequence number `seq`."""
-        assert self._range is not None
+    def written_as(self, seq: int) -> None:
+        """Notes that the gap event is about to be put as sequence number `seq`."""
         self._written_as = seq
+
+    def fields(self) -> dict[str, Any]:
+        """The gap event that states the range."""
+        assert self._range is not None
         kinds = sorted(self._counts, key=_ORDER.index)
         counted = ", ".join(f"{self._counts[kind]} {kind}" for kind in kinds)
         many = sum(self._counts.values()) > 1
@@ -62,6 +67,7 @@ class Losses:
         self._counts = {}
         self._bytes = 0
         self._written_as = -1
+        self.kept = None
 
     def settle(self, next_seq: int) -> None:
         """Makes the range agree with the next sequence number after an exception cut one of the steps short."""

@@ -216,14 +216,19 @@ class Recorder:
                     payload = encode_payload(payload, arrays)
                 else:
                     payload = pack_u32(len(payload)) + payload + NO_ARRAYS  # the same, without a call
+                if settling:
+                    payload = self._after_losses(wire, arrays, payload)
+                    seq = wire.seq
                 spool.put(payload)
-                self._unsettled = settling and not self._recovered()
+                if settling:
+                    self._losses.total = 0
+                self._unsettled = False
             except Exception as error:
                 if spool.closed:  # by a fork inside this call: the parent stores its event, this child its own
                     return self._append(name, wire, arrays) if self._alive_here() else NOT_RECORDED
                 if not isinstance(error, Full):
                     raise
-                if payload and name == "writer.closed" and spool.put_reserved(payload):
+                if payload and name == "writer.closed" and not self._losses and spool.put_reserved(payload):
                     return Reference(self.writer_id, seq)
                 self._drop(name, error, len(payload) or _size(arrays))
                 return Reference(self.writer_id, None, contract_id)
@@ -239,14 +244,29 @@ class Recorder:
         self._spool.resync()
         self._losses.settle(self._spool.at[1])
         while self._identity:
-            self._put(*self._identity[0])
+            payload = self._encoded(*self._identity[0])
+            if self._state_before(payload):
+                payload = self._encoded(*self._identity[0])
+            self._spool.put(payload)
             self._identity.pop(0)
 
-    def _recovered(self, roll: bool = False) -> bool:
-        """After an event was stored: states the losses before it. False when there is no room for that yet."""
-        if self._losses and not self._state_losses(roll):
+    def _after_losses(self, wire: Any, arrays: dict[str, Array], payload: bytes) -> bytes:
+        """The payload of an event that has room, as it is to be put: after the losses, numbered anew. Raises Full."""
+        if self._state_before(payload):
+            wire.seq = self._spool.at[1]
+            payload = encode_payload(encode(wire), arrays)
+        return payload
+
+    def _state_before(self, payload: bytes) -> bool:
+        """States what was lost before an event that now has room; False when nothing was. Raises Full.
+
+        In this order, so that the number of a gap event that is kept is never another event's.
+        """
+        if not self._losses:
             return False
-        self._losses.total = 0
+        self._spool.make_room(len(self._gap_event()), len(payload) + 16)  # 16: its number may take more bytes
+        if not self._state_losses(roll=False):  # pragma: no cover - there is room
+            raise Full(f"no room for what was lost in {self.directory}")
         return True
 
     def _settle_quietly(self, roll: bool = False) -> None:
@@ -256,12 +276,11 @@ class Recorder:
         with self._lock:
             try:
                 self._settle()
-                self._unsettled = not self._recovered(roll)
+                self._unsettled = bool(self._losses) and not self._state_losses(roll)
+                if not self._unsettled:
+                    self._losses.total = 0
             except Full as full:
                 self._warn_full(full)
-
-    def _put(self, name: str, fields: dict[str, Any]) -> None:
-        self._spool.put(self._encoded(name, fields))
 
     def _encoded(self, name: str, fields: dict[str, Any]) -> bytes:
         assigned = {
@@ -276,25 +295,40 @@ class Recorder:
         return encode_payload(encode(wire), arrays)
 
     def _lose(self, kind: str, nbytes: int, reason: str, event_type: str, roll: bool) -> None:
-        """Consumes a sequence number that holds nothing and states it, now or when there is room."""
+        """Consumes a sequence number that holds nothing and states it, now or when there is room.
+
+        Kept at once: from here on a kill leaves the loss stated.
+        """
         self._losses.add(self._spool.at[1], kind, nbytes, reason[:500], event_type[:500])
         self._spool.skip()
+        self._gap_event()
         if roll or self._losses.due:
             self._state_losses(roll)
 
     def _state_losses(self, roll: bool) -> bool:
         """Writes the gap event of the pending losses, in the reserve if need be; False when it has to wait."""
-        payload = self._encoded("gap", self._losses.fields(self._spool.at[1]))
+        payload = self._gap_event()
+        self._losses.written_as(self._spool.at[1])
         if not self._spool.put_reserved(payload):
             if not roll:
                 return False
             try:
-                self._put("gap", self._losses.fields(self._spool.at[1]))
+                self._spool.put(payload)
             except Full as full:
                 self._warn_full(full)
                 return False
         self._losses.clear()
+        self._spool.keep(b"")
         return True
+
+    def _gap_event(self) -> bytes:
+        """The gap event that states the losses, as bytes that are kept until it is put."""
+        seq, kept = self._spool.at[1], self._losses.kept
+        if kept is None or kept[0] != seq:
+            kept = (seq, self._encoded("gap", self._losses.fields()))
+            self._spool.keep(kept[1])
+            self._losses.kept = kept
+        return kept[1]
 
     def _drop(self, name: str, full: Full, nbytes: int) -> None:
         """No room: counts the event as lost; an audit event makes the run non-auditable, or raises when strict."""

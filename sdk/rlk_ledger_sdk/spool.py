@@ -6,7 +6,7 @@ exception at any instruction harmless:
 1. frame: body, checksum, **length word**, then `at`. A frame whose length word is stored counts, and `resync` moves
    `at` past it when the exception fell between the two.
 2. roll: the new file is complete under a temporary name (`_fresh`), is renamed, and only then adopted. `resync`
-   adopts a renamed file and forgets one that was not renamed.
+   adopts a renamed file and forgets one that was not renamed, or whose first number was used up by a loss since.
 3. close: no file can be written or made any more. A fork may come inside any step; the child closes the parent's spool
    at once, so what it was doing there ends with an exception, and a file one of the two makes is never the other's.
 """
@@ -24,6 +24,8 @@ from rlk_ledger_schemas.errors import EventError, SpoolError
 from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, encode_header, frame_size, read_frame
 from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.filesystem import Method
+from rlk_ledger_sdk.loss_page import LossPage
+from rlk_ledger_sdk.presence import Presence
 
 FIRST_FILE = 1 << 20
 LARGEST_FILE = 64 << 20
@@ -77,8 +79,11 @@ class SpoolWriter:
         self._header = header
         self._method = method
         self._budget = budget
+        self._presence = Presence(directory)
         self._file: _File | None = None
         self._fresh: _File | None = None
+        self._page: LossPage | None = None
+        self._kept = b""
         self._map: mmap.mmap | None = None
         self._seed = 0
         self._limit = 0
@@ -124,6 +129,23 @@ class SpoolWriter:
             self._limit = file.size - RESERVE
         return True
 
+    def make_room(self, *lengths: int) -> None:
+        """Sees to it that payloads of these lengths fit into one file, in front of its reserve; raises Full."""
+        need = sum(frame_size(length) for length in lengths)
+        if self.at[0] + need > self._limit:
+            self._roll(need)
+
+    def keep(self, payload: bytes) -> None:
+        """Keeps the gap event that has to be put next where a kill leaves it; b"" when there is none any more.
+
+        Before the first file there is no such place: then it is kept as soon as there is.
+        """
+        self._kept = payload
+        page = self._page
+        if page is not None:
+            with contextlib.suppress(OSError):  # a disk that takes no byte at all; the gap is still put when it does
+                page.keep(payload) if payload else page.forget()
+
     def skip(self) -> int:
         """Consumes one sequence number that holds nothing; returns it."""
         offset, seq = self.at
@@ -131,20 +153,39 @@ class SpoolWriter:
         return seq
 
     def resync(self) -> None:
-        """Makes the state agree with the bytes after an exception left the critical section half-way."""
+        """Makes the state agree with the bytes after an exception left the critical section half-way.
+
+        Raises Full where the disk does not say what the bytes are; the file then takes no further frame.
+        """
+        try:
+            self._resync_fresh()
+            self._resync_frame()
+        except OSError as error:
+            if self._file is not None:
+                self._file.size = self.at[0]
+                self._limit = 0
+            raise Full(f"the spool {self._directory} cannot be read: {error.strerror}") from None
+
+    def _resync_fresh(self) -> None:
         fresh = self._fresh
-        if fresh is not None:
-            if fresh.path.exists():
-                self._adopt(fresh)
-            else:
-                self._fresh = None
-                fresh.temporary.unlink(missing_ok=True)
-                fresh.close()
+        if fresh is None:
+            return
+        if fresh.first_seq == self.at[1] and fresh.path.exists():
+            self._adopt(fresh)
+            return
+        self._fresh = None
+        with contextlib.suppress(OSError):
+            fresh.temporary.unlink(missing_ok=True)
+        fresh.close()
+
+    def _resync_frame(self) -> None:
         file = self._file
         if file is None:
             return
         self._limit = file.size - RESERVE
         offset, seq = self.at
+        if offset >= file.size:
+            return
         tail = self._read(file, offset, max(self._reach - offset, 8))
         length = _U32.unpack_from(tail)[0]
         payload = self._frame_at(file, offset, length)
@@ -157,7 +198,11 @@ class SpoolWriter:
         """Closes the files for good; the bytes stay for the shipper. What is under way in here raises."""
         self.closed = True
         files = (self._file, self._fresh)
+        page, self._page = self._page, None
         self._file, self._fresh, self._map, self._limit = None, None, None, 0
+        if page is not None:
+            page.close()
+        self._presence.close()
         for file in files:
             if file is not None:
                 file.close()
@@ -184,14 +229,18 @@ class SpoolWriter:
         while True:
             try:
                 self._directory.mkdir(mode=0o700, exist_ok=True)
+                self._open_page()
                 self._fresh = fresh = self._prepare(self.number + 1, size)
                 if self.closed:
                     fresh.close()
                     raise Full(f"the spool {self._directory} was closed while a file was made")
                 try:
                     fresh.temporary.rename(fresh.path)
-                except FileNotFoundError:
-                    if not fresh.path.exists():  # else a child, forked at this very call, renamed it
+                except OSError:
+                    # A child, forked at this very call, may have renamed it; or the disk did and said that it failed.
+                    # Where that cannot be told the number is not used again: a shipper may have opened the file.
+                    self.number = fresh.number
+                    if not fresh.path.exists():
                         raise
                 break
             except OSError as error:
@@ -199,6 +248,20 @@ class SpoolWriter:
                     raise Full(f"no spool file of {size} bytes in {self._directory}: {error.strerror}") from None
                 size = max(least, size // 2)
         self._adopt(fresh)
+
+    def _open_page(self) -> None:
+        """Makes the place for losses, unless it is there: before a first file, so that whoever finds one finds both."""
+        if self._page is not None and self._page.path.exists():
+            return
+        page = None
+        with contextlib.suppress(OSError):  # a file larger than this is about to be made: that one decides
+            page = LossPage(self._directory, self._header.writer_id)
+        if page is not None and self.closed:
+            page.close()
+        elif page is not None:
+            self._page = page
+            if self._kept:
+                self.keep(self._kept)
 
     def _within_budget(self, size: int, least: int) -> int:
         """`size`, or what the budget leaves of it, not less than `least`; raises Full."""
@@ -216,23 +279,26 @@ class SpoolWriter:
     def _prepare(self, number: int, size: int) -> _File:
         """A complete spool file under its temporary name: allocated, header written, mapped."""
         first_seq = self.at[1]
-        header = encode_header(msgspec.structs.replace(self._header, file_number=number, first_seq=first_seq))
+        place = {"file_number": number, "first_seq": first_seq, "locked": self._presence.hold()}
+        header = encode_header(msgspec.structs.replace(self._header, **place))
         path, fd = self._temporary(number)
+        final = self._directory / f"{number:08d}.spool"
+        seed = crc_seed(self._header.writer_id, number)
+        file = _File(final, path, number, fd, size, len(header), seed, first_seq, None)
         try:
             os.posix_fallocate(fd, 0, size)
-            os.pwrite(fd, header, 0)
-            data = mmap.mmap(fd, size) if self._method == "mmap" else None
-            if data is not None:
+            self._write(file, 0, header)
+            if self._method == "mmap":
+                file.map = mmap.mmap(fd, size)
+                file.fd = -1
                 os.close(fd)  # a mapping keeps a descriptor of its own
-                fd = -1
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink()
-                os.close(fd)
+            with contextlib.suppress(OSError):
+                file.close()
             raise
-        final = self._directory / f"{number:08d}.spool"
-        seed = crc_seed(self._header.writer_id, number)
-        return _File(final, path, number, fd, size, len(header), seed, first_seq, data)
+        return file
 
     def _adopt(self, fresh: _File) -> None:
         """Switches to a renamed file; running it twice is the same as once."""
@@ -279,7 +345,7 @@ class SpoolWriter:
             file.map[offset : offset + len(data)] = data
             return
         view = memoryview(data)
-        while view:
+        while view:  # `file.fd` anew each time: a child forked meanwhile closed it, and may use its number again
             done = os.pwrite(file.fd, view, offset)
             view, offset = view[done:], offset + done
 

@@ -18,6 +18,7 @@ from rlk_ledger_schemas.events import ASSIGNED
 from rlk_ledger_schemas.frame import SpoolHeader, crc_seed, decode_header, frame_size, read_frames, unwritten
 from rlk_ledger_sdk import api
 from rlk_ledger_sdk.config import Config, load_config
+from rlk_ledger_sdk.loss_page import read_losses
 from rlk_ledger_sdk.recorder import Recorder
 
 _ASSIGNED = ("type", *ASSIGNED)
@@ -49,7 +50,10 @@ def decoded(payload: bytes) -> Recorded:
 
 
 class SpoolImage(msgspec.Struct, frozen=True):
-    """What one writer's directory holds: its events in order and, per file, the bytes after the last valid frame."""
+    """What one writer's directory holds: its events in order and, per file, the bytes after the last valid frame.
+
+    The last event may be the gap that the writer still owes when it ends here.
+    """
 
     header: SpoolHeader
     events: list[Recorded]
@@ -68,6 +72,9 @@ def read_spool(directory: Path) -> SpoolImage:
         left.append(unwritten(data, offset))
     if header is None:
         raise LedgerError(f"{directory} holds no spool file.")
+    owed = read_losses(directory, header.writer_id, events[-1].seq if events else -1)
+    if owed is not None:
+        events.append(decoded(owed))
     return SpoolImage(header, events, left)
 
 
@@ -102,6 +109,12 @@ class MemorySpool:
         """Keeps one gap event."""
         self.put(payload)
         return True
+
+    def make_room(self, *lengths: int) -> None:
+        """There always is."""
+
+    def keep(self, payload: bytes) -> None:
+        """A list outlives nothing."""
 
     def skip(self) -> int:
         """Consumes one sequence number that holds nothing; returns it."""

@@ -245,7 +245,7 @@ def test_a_disk_full_from_the_start_still_states_who_writes_when_it_recovers(ope
     monkeypatch.setattr(os, "posix_fallocate", real)
     bulk()
     events = image(recorder_).events
-    assert [e.type for e in events] == ["run.opened", "writer.opened", "logprobs", "gap"]
+    assert [e.type for e in events] == ["gap", "run.opened", "writer.opened", "logprobs"]
     assert unaccounted(events) == []
 
 
@@ -268,7 +268,7 @@ def test_a_disk_that_fills_during_pwrite_ends_the_file_where_it_is_valid(opened,
     monkeypatch.setattr(os, "pwrite", real)
     assert knob().seq is not None
     found = image(recorder_)
-    assert [e.type for e in found.events[2:]] == ["knob.applied", "knob.applied", "gap"]
+    assert [e.type for e in found.events[2:]] == ["knob.applied", "gap", "knob.applied"]
     assert unaccounted(found.events) == []
     assert found.bytes_left == [0, 0]
 
