@@ -158,11 +158,12 @@ def runs_table(ledger: Ledger, runs: Sequence[str]) -> pa.Table:
 
     rows = [overview(ledger.run(run_id)) for run_id in runs]
     names = ("events", "segments", "bytes", "first_step", "last_step", "writers", "open", "killed", "dropped")
+    counts = (*names, "lost_bytes", "pruned_segments", "pruned_events")
     out: dict[str, pa.Array] = {
         "run_id": pa.array([row["run_id"] for row in rows], pa.string()),
         "roles": pa.array([as_json(row["roles"]) for row in rows], pa.string()),
         "redaction": pa.array([row["redaction"] for row in rows], pa.string()),
         "created_us": pa.array([row["created_us"] for row in rows], pa.int64()),
     }
-    out |= {name: pa.array([row[name] for row in rows], pa.int64()) for name in (*names, "lost_bytes")}
+    out |= {name: pa.array([row[name] for row in rows], pa.int64()) for name in counts}
     return pa.table(out)

@@ -16,6 +16,7 @@ from rlk_ledger_schemas.fingerprints import mask_digest, sha256
 
 if TYPE_CHECKING:
     from rlk_ledger.ledger import Ledger
+    from rlk_ledger.tombstones import Pruned
 
 Event = tuple[str, int, dict[str, Any], dict[str, Array]]
 Span = tuple[str, int, int]
@@ -124,7 +125,7 @@ class Fact:
 
 @dataclass(slots=True, eq=False)
 class History:
-    """A run in memory. `facts` maps an event type to its events in (writer, seq) order."""
+    """A run in memory. `facts` maps an event type to its events in (writer, seq) order; `pruned` is what is gone."""
 
     run_id: str = ""
     samples: list[Sample] = field(default_factory=list)
@@ -134,6 +135,7 @@ class History:
     contracts: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     redaction: str = "none"
+    pruned: "Pruned | None" = None
 
     @classmethod
     def from_events(cls, events: Iterable[Event], run_id: str = "") -> "History":
@@ -256,6 +258,7 @@ def load_history(
     """
     events = ledger.read_events(run_id)
     history = History.from_events(events if progress is None else _counted(ledger, run_id, events, progress), run_id)
+    history.pruned = ledger.run(run_id).pruned()
     if where is None:
         return history
     from rlk_ledger.views import select_samples

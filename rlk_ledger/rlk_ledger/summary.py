@@ -5,6 +5,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from rlk_ledger.chain import held_ranges
+from rlk_ledger.holds import read_holds
 from rlk_ledger.ledger import Ledger, Run
 from rlk_ledger.segments import read_segment
 from rlk_ledger.spans import merged, total
@@ -12,8 +13,8 @@ from rlk_ledger.store import Missing
 
 
 def overview(run: Run) -> dict[str, Any]:
-    """Counts and states of one run; nothing but run.json and receipts is read."""
-    writers = writer_states(run)
+    """Counts and states of one run; nothing but run.json, receipts, tombstones and holds is read."""
+    writers, pruned = writer_states(run), run.pruned()
     steps = [s for r in run.receipts for t in r.types for s in (t.min_step, t.max_step) if s is not None]
     own = [w for w in writers.values() if not w["shipper"]]
     return {
@@ -31,6 +32,9 @@ def overview(run: Run) -> dict[str, Any]:
         "killed": sum(w["state"] == "killed" for w in own),
         "dropped": sum(w["dropped"] for w in own),
         "lost_bytes": sum(w["lost_bytes"] for w in own),
+        "pruned_segments": pruned.segments if pruned else 0,
+        "pruned_events": pruned.events if pruned else 0,
+        "holds": sum(state.stands for state in read_holds(run.store, run.run_id)),
     }
 
 
@@ -68,7 +72,7 @@ def writer_states(run: Run) -> dict[str, dict[str, Any]]:
 def detail(ledger: Ledger, run_id: str) -> dict[str, Any]:
     """The overview with every writer, every event type, and response tokens recorded and active."""
     run = ledger.run(run_id)
-    writers = writer_states(run)
+    writers, pruned = writer_states(run), run.pruned()
     for _, _, fields, _ in ledger.read_events(run_id, {"writer.opened"}):
         state = writers.get(fields["writer_id"])
         if state is not None:
@@ -92,6 +96,7 @@ def detail(ledger: Ledger, run_id: str) -> dict[str, Any]:
         "lineage": run.info.lineage,
         "writer_list": list(writers.values()),
         "types": [types[name] for name in sorted(types)],
+        "pruned": pruned and {**pruned._asdict(), "text": pruned.text},
         **_tokens(run),
     }
 

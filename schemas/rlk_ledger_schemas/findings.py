@@ -272,6 +272,13 @@ FINDINGS: dict[str, FindingType] = {
         "select * from gaps where run_id = $run",
         "See the named writer and range; what was lost cannot be judged.",
     ),
+    "evidence.pruned": _f(
+        "gap",
+        "samples or scores of the run were deleted on purpose; the answer is about what is left",
+        "segments.pruned events",
+        "select * from events where type = 'segments.pruned' and run_id = $run",
+        "Nothing to fix: the named steps cannot be judged any more. `rlk-ledger hold` keeps a run from being pruned.",
+    ),
     "reference.broken": _f(
         "error",
         "the reference disagrees with itself",

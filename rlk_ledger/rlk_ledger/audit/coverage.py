@@ -11,6 +11,7 @@ from rlk_ledger.pairs import SIDES
 
 def detect(view: View) -> Iterable[Finding]:
     """Coverage of active tokens, shards, lost events, ranks, defaulted metadata and routes."""
+    yield from _pruned(view)
     yield from _active(view)
     yield from _unobserved(view)
     yield from _shards(view)
@@ -22,6 +23,22 @@ def detect(view: View) -> Iterable[Finding]:
     yield from _routes(view)
 
 
+def _pruned(view: View) -> Iterable[Finding]:
+    """What was deleted on purpose, where it was about samples: of everything else the tombstones state what counts."""
+    pruned = view.history.pruned
+    if pruned is None or not {"rollout.sample", "logprobs", "prompt.recorded"} & pruned.types.keys():
+        return
+    where = {"segments": pruned.segments, "first_step": pruned.first_step, "last_step": pruned.last_step}
+    evidence: dict[str, Any] = {
+        "events": pruned.events,
+        "samples": pruned.types.get("rollout.sample", 0),
+        "scores": pruned.types.get("logprobs", 0),
+        "by": list(pruned.by),
+        "reasons": list(pruned.reasons),
+    }
+    yield Finding("evidence.pruned", where, evidence)
+
+
 def _active(view: View) -> Iterable[Finding]:
     samples = view.pairing.samples
     if not samples and not view.pairing.ambiguous:
@@ -29,7 +46,9 @@ def _active(view: View) -> Iterable[Finding]:
             "evidence.incomplete",
             {"field": "rollout.sample"},
             {"reason": "the run holds no samples", "scores": len(view.history.scores)},
-            "Record rollout.sample events; without samples nothing can be compared.",
+            "Record rollout.sample events; without samples nothing can be compared."
+            if view.history.pruned is None
+            else "They were pruned, or never recorded; without samples nothing can be compared.",
         )
     elif samples and not any(s.loss_mask.any() for s in samples):
         yield Finding("coverage.zero_active_tokens", {"samples": len(samples)}, {"tokens": sum(map(len, samples))})

@@ -71,6 +71,8 @@ def show(run: str, url: str | None, as_json: bool) -> None:
         f"({terminal.size_text(found['bytes'])}); {found['tokens']} response tokens, "
         f"{found['active_tokens']} in the loss; redaction {found['redaction']}; {_state(found)}"
     )
+    if found["pruned"] is not None:
+        terminal.say(f"{found['pruned']['text']}; writers and types below count them, tokens do not.")
     writers = [w for w in found["writer_list"] if not w["shipper"]]
     terminal.table(
         ("writer", "role", "rank", "engine", "events", "state"),
@@ -103,6 +105,10 @@ def _state(run: dict[str, Any]) -> str:
         parts.append(f"{run['dropped']} events dropped")
     if run["lost_bytes"]:
         parts.append(f"{run['lost_bytes']} bytes lost")
+    if run["pruned_segments"]:
+        parts.append(f"{run['pruned_segments']} of {run['segments']} segments pruned")
+    if run["holds"]:
+        parts.append("held")
     return ", ".join(parts)
 
 

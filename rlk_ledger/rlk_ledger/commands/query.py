@@ -35,8 +35,11 @@ def query(sql: str, format_: str, params: tuple[str, ...], output: Path | None, 
     format_ = "json" if as_json else format_
     if format_ in _BINARY and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {format_} is binary; write it to a file with -o FILE or to a pipe.")
-    relation = views.sql(terminal.open_url(url), sql, _parsed(params) or None)
+    ledger = terminal.open_url(url)
+    relation = views.sql(ledger, sql, _parsed(params) or None)
     write(views.fetch(relation), format_, output)
+    for run_id, pruned in ledger.pruned():
+        click.echo(f"note: run {run_id}: {pruned.text}; the answer is about what is left.", err=True)
 
 
 def _parsed(params: tuple[str, ...]) -> dict[str, str]:
@@ -160,10 +163,13 @@ def drift(run: str, dims: tuple[str, ...], worst: int, url: str | None, as_json:
     places = tables.worst(view, worst) if worst else []
     code = 0 if total.status == "measured" else 3
     if as_json:
-        document = {"run_id": run, "overall": total.to_dict(), "by": list(dims), "rows": rows, "worst": places}
+        document: dict[str, Any] = {"run_id": run, "overall": total.to_dict(), "by": list(dims), "rows": rows}
+        document |= {"worst": places, "pruned": history.pruned and history.pruned._asdict()}
         terminal.echo_json(plain(document))
         return code
     _say_overall(run, total.to_dict())
+    if history.pruned is not None:
+        terminal.say(f"{history.pruned.text}; this is about what is left.")
     if rows:
         terminal.table(
             (*dims, *_COLUMNS),

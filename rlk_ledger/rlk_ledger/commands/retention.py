@@ -15,17 +15,12 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class Age(click.ParamType):
-    """A time such as 90d, 12h or 2w, in seconds."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds; fails for anything else."""
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", str(value))
-        if found is None:
-            self.fail(f"{value!r} is no age; write 90d, 12h, 30m or 2w.", param, ctx)
-        return float(found[1]) * _UNITS[found[2]]
+def age(text: str) -> float:
+    """Seconds of a time such as 90d, 12h or 2w; raises click.BadParameter for anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no age; write 90d, 12h, 30m or 2w.")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 @click.command()
@@ -89,7 +84,7 @@ def _day(wall_us: int) -> str:
 
 @click.command()
 @click.argument("run")
-@click.option("--older-than", type=Age(), metavar="AGE", help="Segments committed longer ago than this: 90d, 12h, 2w.")
+@click.option("--older-than", type=age, metavar="AGE", help="Segments committed longer ago than this: 90d, 12h, 2w.")
 @click.option("--before-step", type=click.IntRange(min=0), metavar="N", help="Segments whose every step is below N.")
 @click.option("--all", "everything", is_flag=True, help="Every segment that holds no tombstone.")
 @click.option("--reason", help="Why; the tombstone repeats it.")

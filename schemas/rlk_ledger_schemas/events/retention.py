@@ -6,6 +6,8 @@ import msgspec
 
 from rlk_ledger_schemas.events.base import Count, Digest, Event, Free, Name, register
 
+Envelope = bytes
+
 
 class PrunedSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A segment that is to be deleted, as its receipt describes it, and what of it outlives it.
@@ -17,7 +19,7 @@ class PrunedSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     sha256: Digest
     rows: Count
     bytes: Count
-    statements: tuple[bytes, ...] = ()
+    statements: tuple[Envelope, ...] = ()
 
 
 @register

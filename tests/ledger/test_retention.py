@@ -1,0 +1,487 @@
+"""Holds, tombstones and pruning: what may go, what stays readable, and what is never taken for a loss."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlk_ledger import cli, holds, layout
+from rlk_ledger.audit import audit
+from rlk_ledger.build import build, event
+from rlk_ledger.chain import Ending
+from rlk_ledger.history import load_history
+from rlk_ledger.ledger import Ledger, open_ledger
+from rlk_ledger.records import Record
+from rlk_ledger.retention import Policy, prune
+from rlk_ledger.store import Store
+from rlk_ledger.summary import detail, overview
+from rlk_ledger.tombstones import NEEDED
+from rlk_ledger.verify import verify
+from rlk_ledger.verify.finding import Finding
+from rlk_ledger_schemas.errors import LedgerError, StoreError
+
+RUN = "r1"
+A, B, C = "0a" * 16, "0b" * 16, "0c" * 16
+ALL = Policy(everything=True)
+
+
+def opened(writer: str, role: str, rank: int = 0, seq: int = 0, **more: Any) -> Record:
+    return event(RUN, writer, seq, "writer.opened", role=role, rank=rank, world_size=2, **more)
+
+
+def step_events(writer: str, seq: int, step: int, source: str) -> list[Record]:
+    tokens = np.arange(step, step + 4)
+    sample = {"sample_id": f"s{step}", "response_token_ids": tokens, "loss_mask": np.ones(4, np.uint8), "step": step}
+    spans = [{"version": f"v{step}", "start": 0, "end": 4}]
+    values = np.linspace(-2.5, -0.5, 4, dtype=np.float32) - step
+    score = {"sample_id": f"s{step}", "source": source, "contract_id": "c", "values": values, "step": step}
+    out = []
+    if source == "rollout":
+        out.append(event(RUN, writer, seq, "rollout.sample", weight_spans=spans, **sample))
+    return [*out, event(RUN, writer, seq + len(out), "logprobs", weight_version=f"v{step}", **score)]
+
+
+def life(writer: str, role: str, steps: int, gap: bool = False) -> list[Record]:
+    """A writer that opens its run, records `steps` steps, loses two numbers where asked to, and closes."""
+    out = [event(RUN, writer, 0, "run.opened", roles={"rollout": 2, "training": 1}), opened(writer, role, seq=1)]
+    body = {"mode": "processed", "temperature": 1.0}
+    out.append(event(RUN, writer, 2, "contract.declared", kind="logprob", version="1", body=body))
+    for step in range(steps):
+        out += step_events(writer, len(out), step, role)
+    if gap:
+        n = len(out)
+        out.append(event(RUN, writer, n + 2, "gap", kind="bulk", first=n, last=n + 1, reason="budget"))
+    return [*out, event(RUN, writer, out[-1].seq + 1, "writer.closed", reason="done")]
+
+
+def make(url: Path, *writers: list[Record], per_segment: int = 4, **options: Any) -> Ledger:
+    for records in writers:
+        build(str(url), RUN, records, roles={"rollout": 2, "training": 1}, per_segment=per_segment, **options)
+    return open_ledger(str(url))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two writers, six steps, a dropped range, a rank that never reported, and a writer killed with bytes lost."""
+    url = tmp_path / "l"
+    make(url, life(A, "rollout", 6, gap=True), life(B, "training", 6))
+    killed = [event(RUN, C, 0, "run.opened", roles={}), opened(C, "training", rank=1, seq=1, parent_writer=B)]
+    make(url, killed, endings={C: Ending(20, 1)})
+    return url
+
+
+def segments(root: Path) -> set[str]:
+    return {p.name for p in root.rglob("segment/*/*.parquet")}
+
+
+def comparable(findings: tuple[Finding, ...], added: tuple[str, ...] = ("segment.pruned",)) -> list[Finding]:
+    return [f for f in findings if f.kind not in added]
+
+
+@pytest.mark.parametrize("policy", [ALL, Policy(before_step=3), Policy(older_than_s=0.0)])
+@pytest.mark.parametrize("deep", [False, True])
+def test_verify_says_of_writers_ranks_gaps_and_numbers_exactly_what_it_said_before(
+    root: Path, policy: Policy, deep: bool
+) -> None:
+    before = verify(str(root), deep=deep)
+    assert {"rank.missing", "seqs.dropped", "bytes.lost", "writer.killed", "run.redeclared"} <= {
+        f.kind for f in before.findings
+    }
+    done = prune(open_ledger(str(root)), RUN, policy, reason="90 days", by="me")
+    after = verify(str(root), deep=deep)
+    assert done.deleted == done.segments > 0
+    assert comparable(after.findings) == list(before.findings)
+    assert (after.exit_code, after.verdict) == (before.exit_code, before.verdict)
+    named = [f for f in after.findings if f.kind == "segment.pruned"]
+    assert sum(int(f.text.split()[0]) for f in named) == done.deleted
+    assert all("pruned by me: 90 days" in f.text and f.severity == "info" for f in named)
+
+
+def test_a_policy_takes_whole_segments_below_a_step_or_of_an_age_and_no_others(root: Path) -> None:
+    ledger = open_ledger(str(root))
+    expected = {
+        r.segment.name.rpartition("/")[2]
+        for r in ledger.run(RUN).receipts
+        if (steps := [t.max_step for t in r.types if t.max_step is not None]) and max(steps) < 3
+    }
+    assert expected
+    before = segments(root)
+    assert prune(ledger, RUN, Policy(older_than_s=3600.0)).segments == 0
+    assert prune(ledger, RUN, Policy(older_than_s=3600.0, before_step=3)).segments == 0, "both conditions hold"
+    assert segments(root) == before
+    prune(ledger, RUN, Policy(before_step=3))
+    assert before - segments(root) == expected
+
+
+def test_a_dry_run_says_what_would_go_and_changes_nothing(root: Path) -> None:
+    before = sorted(p for p in root.rglob("*"))
+    would = prune(open_ledger(str(root)), RUN, ALL, dry_run=True)
+    assert (would.segments, would.deleted) == (len(segments(root)), 0)
+    assert sorted(p for p in root.rglob("*")) == before
+
+
+def test_readers_go_on_with_what_is_left_and_say_what_is_not(root: Path) -> None:
+    ledger = open_ledger(str(root))
+    whole = {(r.writer_id, r.seq): r for r in ledger.run(RUN).records()}
+    prune(ledger, RUN, Policy(before_step=3), by="me", reason="old")
+    ledger = open_ledger(str(root))
+    left = {(r.writer_id, r.seq): r for r in ledger.run(RUN).records()}
+    kept = {key: r for key, r in left.items() if key in whole}
+    assert all(whole[key] == record for key, record in kept.items()), "what is left is what was, bit for bit"
+    names = {r.envelope for r in whole.values()} - {r.envelope for r in left.values()}
+    assert names
+    assert not any(t.encode() in envelope for envelope in names for t in NEEDED), "what the run rests on is stated"
+    assert ledger.sql("select distinct step from samples order by 1").arrow()["step"].to_pylist() == [3, 4, 5]
+    history = load_history(ledger, RUN)
+    assert {s.step for s in history.samples} == {3, 4, 5}
+    assert {w["role"] for w in history.writers.values()} == {"rollout", "training", "retention"}
+    (found,) = [f for f in audit(history).findings if f.finding_id == "evidence.pruned"]
+    assert found.severity == "gap"
+    assert (found.where["first_step"], found.where["last_step"]) == (0, 2)
+    assert found.evidence["by"] == ["me"]
+    assert not [f for f in audit(history).findings if f.severity == "error"]
+    shown = detail(ledger, RUN)
+    assert shown["pruned"]["segments"] == found.where["segments"]
+    assert shown["tokens"] == 12
+    assert overview(ledger.run(RUN))["pruned_segments"] == found.where["segments"]
+    runs = ledger.sql("select run_id, pruned_segments from runs").arrow().to_pylist()
+    assert runs == [{"run_id": RUN, "pruned_segments": found.where["segments"]}]
+
+
+def test_a_run_pruned_whole_still_answers_every_reader(root: Path) -> None:
+    prune(open_ledger(str(root)), RUN, ALL)
+    ledger = open_ledger(str(root))
+    assert detail(ledger, RUN)["tokens"] == 0
+    for view in ("samples", "logprobs", "tokens", "drift"):
+        assert ledger.sql(f"select count(*) as n from {view}").arrow().to_pylist() == [{"n": 0}]
+    assert ledger.sql("select count(*) as n from gaps").arrow().to_pylist() == [{"n": 1}]
+    result = audit(load_history(ledger, RUN))
+    assert result.exit_code == 3
+    assert "evidence.pruned" in {f.finding_id for f in result.findings}
+    assert prune(ledger, RUN, ALL).segments == 0, "a tombstone is never pruned"
+
+
+@pytest.mark.parametrize("argv", [["audit", RUN], ["drift", RUN], ["show", RUN], ["query", "select * from samples"]])
+def test_commands_say_that_something_was_pruned(
+    root: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prune(open_ledger(str(root)), RUN, Policy(before_step=3), by="me", reason="old")
+    assert cli.main([*argv, "--ledger", str(root)]) != 2
+    said = capsys.readouterr()
+    assert "pruned" in said.out + said.err
+    if argv[0] == "query":
+        assert "pruned" not in said.out, "the answer is the answer, and nothing else"
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """Stands for a kill."""
+
+
+class Interrupted:
+    """A store whose k-th call of one verb ends the process, before or after its work."""
+
+    def __init__(self, inner: Store, verb: str, at: int, after: bool, error: Callable[[], BaseException]) -> None:
+        self.inner, self.url = inner, inner.url
+        self.verb, self.left, self.after, self.error = verb, at, after, error
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+
+        def call(*args: Any) -> Any:
+            with self.lock:  # so that nothing happens after the end
+                self.left -= name == self.verb
+                if self.left < 0:
+                    raise self.error()
+                if self.left > 0 or name != self.verb or self.after:
+                    out = method(*args)
+                if self.left == 0 and name == self.verb:
+                    self.left = -1
+                    raise self.error()
+                return out
+
+        return call
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_crash_between_tombstone_and_last_delete_is_an_unfinished_prune_and_the_next_one_ends_it(
+    root: Path, at: int, after: bool
+) -> None:
+    before = verify(str(root))
+    ledger = open_ledger(str(root))
+    total = len(segments(root))
+    ledger.store = Interrupted(ledger.store, "delete", at, after, Stop)  # type: ignore[assignment]
+    with pytest.raises(Stop):
+        prune(ledger, RUN, ALL)
+    half = verify(str(root))
+    assert (half.exit_code, half.verdict) == (before.exit_code, before.verdict)
+    assert "prune.unfinished" in {f.kind for f in half.findings}
+    assert comparable(half.findings, ("segment.pruned", "prune.unfinished")) == list(before.findings)
+    left = [r for r in open_ledger(str(root)).run(RUN).records() if r.arrays]
+    assert left, "what was not deleted is still read"
+    done = prune(open_ledger(str(root)), RUN, ALL)
+    assert done.unfinished == done.deleted > 0
+    assert len(segments(root)) == 1 < total
+    assert comparable(verify(str(root)).findings) == list(before.findings)
+
+
+def test_a_crash_before_the_tombstone_is_committed_changes_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before, there = verify(str(root)), segments(root)
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    monkeypatch.setattr("rlk_ledger.writer.ship_once", stopped)
+    with pytest.raises(Stop):
+        prune(open_ledger(str(root)), RUN, ALL)
+    assert segments(root) == there
+    assert verify(str(root)).findings == before.findings
+
+
+def test_a_bucket_that_refuses_deletes_leaves_everything_and_says_it_in_one_sentence(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with object lock, or without the permission."""
+    before, there = verify(str(root)), segments(root)
+
+    def refused(self: Any, path: str) -> None:
+        raise StoreError(f"cannot delete {path}: AccessDenied.")
+
+    monkeypatch.setattr("rlk_ledger.store.FileStore.delete", refused)
+    assert cli.main(["prune", RUN, "--all", "--ledger", str(root)]) == 2
+    said = capsys.readouterr().err
+    assert f"0 of {len(there)} segments were deleted" in said
+    assert "AccessDenied" in said
+    assert there <= segments(root)
+    after = verify(str(root))
+    assert comparable(after.findings, ("prune.unfinished",)) == list(before.findings)
+
+
+def test_a_segment_deleted_without_a_tombstone_is_missing_and_prune_refuses_to_hide_it(root: Path) -> None:
+    victim = next(root.rglob("segment/*/*.parquet"))
+    victim.unlink()
+    assert verify(str(root)).exit_code == 1
+    with pytest.raises(LedgerError, match="no tombstone says"):
+        prune(open_ledger(str(root)), RUN, ALL)
+    assert "segment.missing" in {f.kind for f in verify(str(root)).findings}
+    with pytest.raises(LedgerError, match="gone"):
+        list(open_ledger(str(root)).run(RUN).records())
+
+
+def test_damage_is_evidence_and_is_not_pruned(root: Path) -> None:
+    victim = sorted(root.rglob("segment/*/*.parquet"))[0]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    there = segments(root)
+    with pytest.raises(LedgerError, match="Damage is evidence"):
+        prune(open_ledger(str(root)), RUN, ALL)
+    assert segments(root) == there
+
+
+def test_open_writers_are_waited_for_unless_one_says_otherwise(tmp_path: Path) -> None:
+    make(tmp_path / "l", life(A, "rollout", 4)[:-1])
+    with pytest.raises(LedgerError, match="1 open writers"):
+        prune(open_ledger(str(tmp_path / "l")), RUN, Policy(before_step=2))
+    assert prune(open_ledger(str(tmp_path / "l")), RUN, Policy(before_step=2), open_writers=True).deleted
+
+
+# -- two copies of one event -------------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_hand_over_stay_duplicates_after_one_or_both_are_pruned(tmp_path: Path) -> None:
+    records = life(A, "rollout", 6)
+    make(tmp_path / "l", records, records[:9])
+    before = verify(str(tmp_path / "l"))
+    assert "duplicates" in {f.kind for f in before.findings}
+    for policy in (Policy(before_step=3), ALL):
+        prune(open_ledger(str(tmp_path / "l")), RUN, policy)
+        assert comparable(verify(str(tmp_path / "l")).findings) == list(before.findings)
+
+
+def test_a_fork_is_evidence_and_is_not_pruned(tmp_path: Path) -> None:
+    records = life(A, "rollout", 6)
+    other = event(RUN, A, records[4].seq, "logprobs", sample_id="x", source="rollout", contract_id="c", values=[-1.0])
+    make(tmp_path / "l", records, [other])
+    there = segments(tmp_path / "l")
+    with pytest.raises(LedgerError, match="a fork is evidence"):
+        prune(open_ledger(str(tmp_path / "l")), RUN, ALL)
+    assert segments(tmp_path / "l") == there
+
+
+# -- tombstones that lie -----------------------------------------------------------------------------------------------
+
+
+def forged(root: Path, change: Callable[[dict[str, Any]], None], name: str | None = None) -> str:
+    """Writes a tombstone as somebody with write access could, and deletes what it names; returns the name."""
+    ledger = open_ledger(str(root))
+    receipt = next(r for r in ledger.run(RUN).receipts if r.segment.name.endswith(name or ""))
+    kept = [
+        r.envelope
+        for r in ledger.run(RUN).records()
+        if any(w.writer_id == r.writer_id and w.first <= r.seq <= w.last for w in receipt.writers)
+        and any(t.encode() in r.envelope for t in (*NEEDED, "contract.declared"))
+    ]
+    segment = receipt.segment
+    entry = {"name": segment.name, "sha256": segment.sha256, "rows": segment.rows, "bytes": segment.bytes}
+    entry["statements"] = kept
+    change(entry)
+    with ledger.writer(RUN, role="retention") as recorder:
+        recorder.record("segments.pruned", segments=[entry], by="nobody", policy={})
+    (root / layout.segment_path(RUN, segment.name)).unlink()
+    return segment.name
+
+
+def test_a_tombstone_that_describes_another_segment_excuses_nothing(root: Path) -> None:
+    forged(root, lambda entry: entry.update(sha256="sha256:" + "0" * 64))
+    found = verify(str(root))
+    assert found.exit_code == 1
+    assert {"segment.missing", "tombstone.contradicts"} <= {f.kind for f in found.findings}
+
+
+def test_a_tombstone_that_leaves_out_what_verify_judges_by_excuses_nothing(root: Path) -> None:
+    forged(root, lambda entry: entry.update(statements=[]))
+    found = verify(str(root))
+    assert {"segment.missing", "tombstone.contradicts"} <= {f.kind for f in found.findings}
+    assert any("it states 0 of the 1" in f.text for f in found.findings)
+
+
+def test_a_tombstone_that_states_an_event_its_segment_never_held_excuses_nothing(root: Path) -> None:
+    invented = event(RUN, A, 900, "gap", kind="bulk", first=0, last=899, reason="x").envelope
+    forged(root, lambda entry: entry["statements"].append(invented))
+    assert any("which the segment did not hold" in f.text for f in verify(str(root)).findings)
+
+
+# -- holds -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hold_stops_a_prune_before_it_and_one_placed_meanwhile_stops_it_at_the_next_batch(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = open_ledger(str(root))
+    there = segments(root)
+    held = holds.place(ledger.store, ledger.run(RUN).info, "litigation", "counsel")
+    with pytest.raises(LedgerError, match=r"is held .*counsel: litigation.*nothing was deleted"):
+        prune(ledger, RUN, ALL)
+    assert segments(root) == there
+    holds.release(ledger.store, ledger.run(RUN).info, held.hold_id, "counsel", "settled")
+
+    monkeypatch.setattr("rlk_ledger.retention._AT_ONCE", 2)
+    inner, deleted = ledger.store, []
+
+    class Placing:
+        """Places a hold while the first batch of deletes runs."""
+
+        url = inner.url
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def delete(self, path: str) -> None:
+            deleted.append(path)
+            if len(deleted) == 2:
+                holds.place(inner, ledger.run(RUN).info, "wait", "counsel")
+            inner.delete(path)
+
+    ledger.store = Placing()  # type: ignore[assignment]
+    with pytest.raises(LedgerError, match=rf"2 of {len(there)} segments were deleted before it was seen"):
+        prune(ledger, RUN, ALL)
+    assert len(there - segments(root)) == 2
+    assert "prune.unfinished" in {f.kind for f in verify(str(root)).findings}
+
+
+def test_a_hold_that_arrives_with_the_tombstone_saves_everything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = open_ledger(str(root))
+    there = segments(root)
+    original = ledger.writer
+
+    def writer(*args: Any, **options: Any) -> Any:
+        holds.place(ledger.store, ledger.run(RUN).info, "wait", "counsel")
+        return original(*args, **options)
+
+    monkeypatch.setattr(ledger, "writer", writer)
+    with pytest.raises(LedgerError, match="0 of"):
+        prune(ledger, RUN, ALL)
+    assert there <= segments(root)
+
+
+@pytest.mark.parametrize("victim", ["hold", "release"])
+def test_a_hold_that_was_changed_still_stands_and_is_named(root: Path, victim: str) -> None:
+    ledger = open_ledger(str(root))
+    held = holds.place(ledger.store, ledger.run(RUN).info, "keep", "me")
+    if victim == "release":
+        holds.release(ledger.store, ledger.run(RUN).info, held.hold_id, "me")
+        assert "run.held" not in {f.kind for f in verify(str(root)).findings}
+    path = root / layout.hold_path(RUN, held.hold_id, victim == "release")
+    path.write_bytes(path.read_bytes().replace(b'"by":"me"', b'"by":"mo"'))
+    (found,) = [f for f in verify(str(root)).findings if f.severity == "error"]
+    assert (found.kind, found.object) == ("hold.damaged", path.relative_to(root).as_posix())
+    with pytest.raises(LedgerError, match="is held"):
+        prune(open_ledger(str(root)), RUN, ALL)
+
+
+def test_a_hold_copied_from_another_run_is_no_hold_of_this_one(root: Path) -> None:
+    ledger = open_ledger(str(root))
+    build(str(root), "other", [event("other", A, 0, "writer.closed", reason="x")])
+    held = holds.place(ledger.store, ledger.run("other").info, "keep", "me")
+    target = root / layout.hold_path(RUN, held.hold_id)
+    target.parent.mkdir(parents=True)
+    shutil.copy(root / layout.hold_path("other", held.hold_id), target)
+    assert {f.kind for f in verify(str(root), RUN).findings if f.severity == "error"} == {"hold.damaged"}
+
+
+def test_holds_are_placed_listed_and_released_from_the_command_line(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*argv: str) -> tuple[int, Any]:
+        code = cli.main([*argv, "--ledger", str(root), "--json"])
+        out = capsys.readouterr().out
+        return code, json.loads(out) if out else None
+
+    code, placed = call("hold", RUN, "--reason", "audit 2026", "--by", "ann")
+    assert code == 0
+    assert call("prune", RUN, "--all")[0] == 2
+    assert call("show", RUN)[1]["holds"] == 1
+    _, listed = call("hold", RUN)
+    assert [(h["hold_id"], h["stands"], h["placed"]["by"]) for h in listed["holds"]] == [
+        (placed["placed"], True, "ann")
+    ]
+    code, listed = call("hold", RUN, "--release", placed["placed"], "--by", "ann")
+    assert (code, listed["holds"][0]["stands"]) == (0, False)
+    assert call("hold", RUN, "--release", placed["placed"])[0] == 2, "released already"
+    assert call("hold", RUN, "--release", "0" * 16)[0] == 2, "no such hold"
+    assert call("prune", RUN, "--all")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "prune what?"),
+        (["--all", "--before-step", "3"], "give it alone"),
+        (["--older-than", "90"], "is no age"),
+        (["--before-step", "-1"], "not in the range"),
+    ],
+)
+def test_a_policy_that_says_nothing_is_a_usage_error(
+    root: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["prune", RUN, *argv, "--ledger", str(root)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_under_hash_redaction_is_pruned_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLK_REDACTION_KEY", raising=False)
+    make(tmp_path / "l", life(A, "rollout", 4), redaction="hash")
+    assert prune(open_ledger(str(tmp_path / "l")), RUN, ALL).deleted
