@@ -138,7 +138,7 @@ def _holds(lock: int, spool: Path) -> bool:
 
 
 def _live(shipper: Shipper) -> bool:
-    return any(w.alive is True and not w.closed for w in shipper.writers.values() if w.header is not None)
+    return any(writer.alive is not False and shipper.may_write(writer) for writer in shipper.writers.values())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,10 +26,11 @@ def start(spool: Path) -> None:
     ]
     try:
         shell = ["/bin/sh", "-c", '"$@" &', "sh", *command]
-        pid = os.posix_spawn(shell[0], shell, environment, file_actions=actions, setsid=True)
+        # No signal blocked: the caller may hold back its own, and a shipper that cannot be told to stop never leaves.
+        pid = os.posix_spawn(shell[0], shell, environment, file_actions=actions, setsid=True, setsigmask=[])
         os.waitpid(pid, 0)
     except FileNotFoundError:
-        os.posix_spawn(command[0], command, environment, file_actions=actions, setsid=True)
+        os.posix_spawn(command[0], command, environment, file_actions=actions, setsid=True, setsigmask=[])
     except OSError as error:
         raise SpoolError(f"cannot start a shipper for {spool}: {error.strerror}.") from error
     finally:

@@ -28,7 +28,10 @@ extend = google_crc32c.extend
 
 
 class SpoolHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who writes a spool file and for which ledger; `first_seq` is the sequence number of its first frame."""
+    """Who writes a spool file and for which ledger; `first_seq` is the sequence number of its first frame.
+
+    `locked`: the writer holds an exclusive `flock` on its directory for as long as it lives.
+    """
 
     writer_id: str
     run_id: str
@@ -45,6 +48,7 @@ class SpoolHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     consistency: str = "off"
     roles: dict[str, int] | None = None
     opened_wall_us: int = 0
+    locked: bool = False
 
 
 def encode_header(header: SpoolHeader) -> bytes:

@@ -52,10 +52,36 @@ def is_alive(header: Who) -> bool | None:
     if header.boot_id != here.boot_id:
         return False
     start, _, namespace = header.process_start.partition(":")
-    if namespace != here.process_start.partition(":")[2]:
+    if namespace == "0" or namespace != here.process_start.partition(":")[2]:
         return None
-    now = _start_time(str(header.pid))
+    if not _exists(header.pid):
+        return False
+    now = _start_time(str(header.pid)) if _proc_is_ours() else None
     return None if now is None else now == start
+
+
+def same_kernel(header: Who) -> bool:
+    """Whether `header`'s process ran under the kernel that runs now: then its locks are seen here."""
+    return header.boot_id != "" and header.boot_id == _boot_id()
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process (or zombie) of this pid namespace has this id, whatever /proc shows."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _proc_is_ours() -> bool:
+    """Whether /proc shows this pid namespace: one entered without mounting it anew sees another's processes."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())  # noqa: PTH115
+    except OSError:
+        return False
 
 
 def _start_time(pid: str) -> str | None:
@@ -63,7 +89,7 @@ def _start_time(pid: str) -> str | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return None if pid != "self" and _exists(int(pid)) else ""  # hidden from us (hidepid), or gone
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()
