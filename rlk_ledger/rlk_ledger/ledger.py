@@ -1,35 +1,32 @@
 """Reading a ledger: its runs, their receipts, and the events of the segments a question needs.
 
 Receipts are the index: nothing lists segments, and a segment is opened only when its receipt says it holds a wanted
-type. Readers trust what `verify` checks; they still refuse bytes that do not decode.
+type, step or sample. Readers trust what `verify` checks; they still refuse bytes that do not decode.
 """
 
 import contextlib
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlk_ledger import layout
-from rlk_ledger.chain import held_ranges
+from rlk_ledger import index, layout
+from rlk_ledger.receipts import Receipts
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.store import Missing, Store, open_store
+from rlk_ledger.tombstones import TYPE as TOMBSTONE
 from rlk_ledger.tombstones import Graves, Pruned, absent, read_graves, summary
 from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.fingerprints import sha256
-from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_receipt, decode_run
+from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_run
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rlk_ledger.result import Result
     from rlk_ledger_sdk.recorder import Recorder
-
-_READERS = 8
 
 
 class SegmentFile(NamedTuple):
@@ -64,59 +61,49 @@ class Run:
         return f"no run {self.run_id!r} in {self.store.url}; `rlk-ledger runs` lists what is there."
 
     @cached_property
+    def held(self) -> Receipts:
+        """What the receipts say, as columns: from the run's indexes and the tail, or read one by one without them.
+
+        Raises LedgerError when a receipt that has to be read does not decode, or is gone.
+        """
+        return index.read(self.store, self.info.ledger_id, self.run_id, self._refuse)
+
+    @property
     def receipts(self) -> tuple[Receipt, ...]:
-        """Every receipt, by shipper and then in chain order; raises LedgerError when one does not decode."""
-        with ThreadPoolExecutor(_READERS) as pool:
-            return tuple(pool.map(self._receipt, self._receipt_paths()))
+        """Every receipt, by shipper and then in chain order; raises LedgerError as `held` does.
 
-    def intact_receipts(self) -> tuple[Receipt, ...]:
+        Out of an index they come without `previous` and `signature`. Of many receipts, ask `held`.
+        """
+        return self.held.all
+
+    def intact_receipts(self) -> Receipts:
         """The receipts that decode. For shippers: beside a damaged receipt the worst they can do is a duplicate."""
+        return index.read(self.store, self.info.ledger_id, self.run_id, lambda path, error: None)
 
-        def read(path: str) -> Receipt | None:
-            with contextlib.suppress(LedgerError):
-                return self._receipt(path)
-            return None
+    def _refuse(self, path: str, error: Exception) -> None:
+        text = str(error) if isinstance(error, FormatError) else f"{path} is gone."
+        raise LedgerError(f"{text} `rlk-ledger verify {self.run_id}` says what else is damaged.") from None
 
-        with ThreadPoolExecutor(_READERS) as pool:
-            return tuple(filter(None, pool.map(read, self._receipt_paths())))
+    def segments(
+        self,
+        types: Collection[str] | None = None,
+        steps: Collection[int] | None = None,
+        samples: Collection[str] | None = None,
+    ) -> list[SegmentFile]:
+        """The segments that may hold events of `types`, at `steps`, of `samples`; None is no limit.
 
-    def _receipt_paths(self) -> list[str]:
-        folder = f"{layout.run_root(self.run_id)}/receipt"
-        found = []
-        for entry in self.store.list(folder):
-            key = layout.parse_receipt(entry.path.removeprefix(layout.run_root(self.run_id) + "/"))
-            if key is not None:
-                found.append((key, entry.path))
-        return [path for _, path in sorted(found)]
-
-    def _receipt(self, path: str) -> Receipt:
-        try:
-            return decode_receipt(self.store.read(path), path)
-        except FormatError as error:
-            raise LedgerError(f"{error} `rlk-ledger verify {self.run_id}` says what else is damaged.") from None
-
-    def segments(self, types: Collection[str] | None = None) -> list[SegmentFile]:
-        """The segments that hold events (of `types`, when given), in the order of `receipts`."""
-        wanted = None if types is None else set(types)
-        out = []
-        for receipt in self.receipts:
-            if wanted is None or any(t.type in wanted for t in receipt.types):
-                out.append(SegmentFile(layout.segment_path(self.run_id, receipt.segment.name), receipt))
-        return out
+        In the order of `receipts`. `samples` limits the types that are about one sample only (SAMPLE_TYPES): what
+        others say may concern it.
+        """
+        return [
+            SegmentFile(layout.segment_path(self.run_id, receipt.segment.name), receipt)
+            for receipt in self.held.holding(types, steps, samples)
+        ]
 
     @cached_property
     def shared_writers(self) -> frozenset[str]:
         """Writers of whom two receipts hold overlapping sequence numbers: a hand-over repeated some events."""
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for receipt in self.receipts:
-            for writer in receipt.writers:
-                spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
-        shared = set()
-        for writer_id, held in spans.items():
-            held.sort()
-            if any(b[0] <= a[1] for a, b in pairwise(held)):
-                shared.add(writer_id)
-        return frozenset(shared)
+        return frozenset(writer_id for writer_id, held in self.held.writers.items() if held.shared)
 
     def _intact(self, segment: SegmentFile) -> bytes:
         data = self.store.read(segment.path)
@@ -124,13 +111,14 @@ class Run:
             raise FormatError("its bytes are not those its receipt describes.")
         return data
 
-    def records(self, types: Collection[str] | None = None) -> Iterator[Record]:
+    def records(self, types: Collection[str] | None = None, samples: Collection[str] | None = None) -> Iterator[Record]:
         """The records of the run (of `types`, when given), segment by segment, each (writer, seq) once.
 
-        Of a pruned segment these are the few that its tombstone states; see `pruned`.
+        Of a pruned segment these are the few that its tombstone states; see `pruned`. With `samples`, segments that
+        hold nothing of them are not opened; those that are opened are given whole.
         """
         seen: set[tuple[str, int]] = set()
-        for segment in self.segments(types):
+        for segment in self.segments(types, samples=samples):
             for record in self.records_of(segment, types):
                 if record.writer_id in self.shared_writers:
                     if (record.writer_id, record.seq) in seen:
@@ -152,7 +140,7 @@ class Run:
         """The events (of `types`, when given) that outlive a pruned segment; raises Missing when none says it was."""
         grave = self.graves().by_name.get(segment.receipt.segment.name)
         if grave is None:  # it may have been pruned after the receipts were read
-            self._graves = read_graves((fresh := Run(self.store, self.run_id)).receipts, fresh._of_types)
+            self._graves = read_graves(Run(self.store, self.run_id)._mourned(), self._of_types)
             grave = self._graves.by_name.get(segment.receipt.segment.name)
         if grave is None:
             raise Missing("the segment is gone, and no tombstone says that it was pruned.")
@@ -161,8 +149,12 @@ class Run:
     def graves(self) -> Graves:
         """What the run's tombstones say; raises LedgerError when one cannot be read."""
         if self._graves is None:
-            self._graves = read_graves(self.receipts, self._of_types)
+            self._graves = read_graves(self._mourned(), self._of_types)
         return self._graves
+
+    def _mourned(self) -> tuple[Receipt, ...]:
+        """Every receipt where there is a tombstone; without one, none has to be made an object."""
+        return self.receipts if TOMBSTONE in self.held.types else ()
 
     def _of_types(self, receipt: Receipt, types: Collection[str]) -> Iterator[Record]:
         path = layout.segment_path(self.run_id, receipt.segment.name)
@@ -174,6 +166,8 @@ class Run:
     def pruned(self) -> Pruned | None:
         """How much of the run was deleted on purpose, None for nothing; what is named but still there is not."""
         graves = self.graves().by_name
+        if not graves:
+            return None
         gone = absent(self.store, self.run_id, graves)
         return summary([graves[name] for name in sorted(gone)], self.receipts)
 
@@ -210,11 +204,19 @@ class Ledger:
         return self._runs[run_id]
 
     def read_events(
-        self, run_id: str, types: Collection[str] | None = None
+        self, run_id: str, types: Collection[str] | None = None, samples: Collection[str] | None = None
     ) -> Iterator[tuple[str, int, dict[str, Any], dict[str, Array]]]:
-        """(writer id, seq, envelope, arrays) of the run's events, each once; of `types` only when given."""
-        for record in self.run(run_id).records(types):
+        """(writer id, seq, envelope, arrays) of the run's events, each once; of `types` only when given.
+
+        `samples` leaves out segments without them, see `Run.records`.
+        """
+        for record in self.run(run_id).records(types, samples):
             yield record.writer_id, record.seq, decode_envelope(record.envelope), record.arrays
+
+    def pruned(self) -> list[tuple[str, Pruned]]:
+        """What is pruned of each run that was read through this Ledger so far."""
+        read = [(run_id, run.pruned()) for run_id, run in self._runs.items()]
+        return [(run_id, pruned) for run_id, pruned in read if pruned is not None]
 
     def forget(self, run_id: str) -> None:
         """Drops what was read of a run: the next `run(run_id)` reads it again."""

@@ -159,9 +159,9 @@ class Outbox:
         return self.chain
 
     def _adopt_receipts(self, store: Store, contact: Contact) -> None:
-        self.committed = {}
-        for receipt in Run(store, contact.run.run_id).intact_receipts():
-            self._note(receipt)
+        held = Run(store, contact.run.run_id).intact_receipts().writers
+        self.committed = {writer_id: list(said.ranges) for writer_id, said in held.items()}
+        self.stated |= {writer_id for writer_id, said in held.items() if said.dead}
 
     def _compose(self, chain: Chain, batch: Batch) -> Draft | None:
         records = []

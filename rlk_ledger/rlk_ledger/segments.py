@@ -108,8 +108,8 @@ def samples_of(records: Iterable[Record]) -> str | None:
 
 
 def _samples(clustered: Sequence[_Row]) -> str | None:
-    ids = (project(row.fields, PROMOTED["sample_id"]) for row in clustered if "sample_id" in row.fields)
-    return encode_samples({name for name in ids if name is not None})
+    ids = {project(row.fields, PROMOTED["sample_id"]) for row in clustered if row.fields.get("sample_id") is not None}
+    return None if None in ids else encode_samples(ids)  # an id that is no text has no print
 
 
 def _clustered(record: Record) -> _Row:

@@ -22,6 +22,7 @@ _MEMBER, _ITEM = re.compile(b'":' + _NUMBER), re.compile(rb"[,\[]" + _NUMBER)
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 Sha256 = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Seq = Annotated[int, Meta(ge=0)]
+Prints = Annotated[str, Meta(pattern=r"^(?:[A-Za-z0-9+/]{4})*$")]
 
 
 class LedgerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,7 +102,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     root: Sha256
     types: tuple[TypeCount, ...]
     wall_us: int
-    samples: str | None = None
+    samples: Prints | None = None
     ledger_json: Sha256 | None = None
     run_json: Sha256 | None = None
     public_key: str | None = None

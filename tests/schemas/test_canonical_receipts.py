@@ -54,7 +54,7 @@ def test_the_digest_without_self_is_that_of_the_other_fields(fields, claimed) ->
     try:
         data, without = canonical_json({**fields, "self": claimed}), canonical_json(fields)
         read = objects._parse(without, "x")
-    except ValueError:  # numbers that no object can hold
+    except (ValueError, FormatError):  # numbers that no object can hold
         return
     assert objects._digest_without_self(data, read, claimed) == sha256(without)
 
