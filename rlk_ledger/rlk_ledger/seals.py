@@ -55,7 +55,7 @@ class Census(NamedTuple):
     def text(self) -> str:
         """What is open or missing, in words."""
         parts = [
-            f"of {self.roster[role].expected} {role} ranks these never reported: {_spans(spans)}"
+            f"of {self.roster[role].expected} {role} ranks these never reported: {spans_text(spans)}"
             for role, spans in self.missing.items()
         ]
         if self.open:
@@ -197,7 +197,7 @@ def _count(expected: int, members: Set[str], closed: Set[str], dead: Set[str]) -
     )
 
 
-def _spans(spans: Sequence[Span]) -> str:
+def spans_text(spans: Sequence[Span]) -> str:
     """`0, 2, 4-7`, of many ranges the first few."""
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:_SHOWN])
     return text + (f" and {total(list(spans[_SHOWN:]))} more" if len(spans) > _SHOWN else "")

@@ -7,14 +7,15 @@ import pyarrow.compute as pc
 from rlk_ledger.chain import held_ranges
 from rlk_ledger.holds import read_holds
 from rlk_ledger.ledger import Ledger, Run
+from rlk_ledger.seals import read_seal
 from rlk_ledger.segments import read_segment
 from rlk_ledger.spans import merged, total
 from rlk_ledger.store import Missing
 
 
 def overview(run: Run) -> dict[str, Any]:
-    """Counts and states of one run; nothing but run.json, receipts, tombstones and holds is read."""
-    writers, pruned = writer_states(run), run.pruned()
+    """Counts and states of one run; nothing but run.json, receipts, tombstones, holds and the seal is read."""
+    writers, pruned, seal = writer_states(run), run.pruned(), read_seal(run.store, run.run_id)
     steps = [s for r in run.receipts for t in r.types for s in (t.min_step, t.max_step) if s is not None]
     own = [w for w in writers.values() if not w["shipper"]]
     return {
@@ -35,6 +36,7 @@ def overview(run: Run) -> dict[str, Any]:
         "pruned_segments": pruned.segments if pruned else 0,
         "pruned_events": pruned.events if pruned else 0,
         "holds": sum(state.stands for state in read_holds(run.store, run.run_id)),
+        "sealed": seal and ("complete" if seal.complete else "incomplete"),
     }
 
 

@@ -109,6 +109,8 @@ def _state(run: dict[str, Any]) -> str:
         parts.append(f"{run['pruned_segments']} of {run['segments']} segments pruned")
     if run["holds"]:
         parts.append("held")
+    if run["sealed"]:
+        parts.append("sealed" if run["sealed"] == "complete" else "sealed incomplete")
     return ", ".join(parts)
 
 
