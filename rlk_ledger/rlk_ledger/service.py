@@ -65,10 +65,13 @@ def serve(
     stop: threading.Event | None = None,
     linger_s: float = LINGER_S,
     tell: Callable[[str], None] = lambda error: None,
+    grace_s: float = 0.0,
+    halt: threading.Event | None = None,
 ) -> int:
     """Ships until told to stop, or until idle for `linger_s` seconds; 0, or 1 when it gave up on a bucket.
 
-    Returns 0 at once when another shipper serves the spool. `tell` hears of each different error once.
+    Returns 0 at once when another shipper serves the spool. `tell` hears of each different error once. After `stop`
+    what there is goes out, and for up to `grace_s` seconds also what living writers still record; `halt` ends that.
     """
     stop = stop or threading.Event()
     with elected(spool) as lock:
@@ -77,7 +80,10 @@ def serve(
         shipper = Shipper(spool, _shared, workers=_WORKERS)
         claim(lock, shipper)
         try:
-            return _loop(shipper, lock, until_idle, stop, linger_s, tell)
+            code = _loop(shipper, lock, until_idle, stop, linger_s, tell)
+            if stop.is_set():
+                _finish(shipper, lock, grace_s, halt or threading.Event())
+            return code
         finally:
             shipper.close()
 
@@ -111,10 +117,22 @@ def _loop(
         if until_idle and shipper.failing_for() >= GIVE_UP and not _live(shipper):
             return 1
         _rest(shipper, stop)
-    if _holds(lock, shipper.spool):
-        shipper.cycle(flush=True)
-    shipper.drain(_STOP_S)
     return 0
+
+
+def _finish(shipper: Shipper, lock: int, grace_s: float, halt: threading.Event) -> None:
+    """Ships what there is; for `grace_s` seconds also what comes yet, after that only what was begun."""
+    began = time.monotonic()
+    patient = False
+    while _holds(lock, shipper.spool) and not halt.is_set():
+        shipper.cycle(flush=True, patient=patient)
+        shipper.drain(_LOOK_S if patient else _STOP_S)
+        patient = True
+        spent = time.monotonic() - began
+        settled = not shipper.waits() or bool(shipper.errors())
+        if shipper.idle() or spent >= max(grace_s, _STOP_S) or (settled and spent >= grace_s):
+            break
+        halt.wait(_LOOK_S)
 
 
 def _rest(shipper: Shipper, stop: threading.Event) -> None:

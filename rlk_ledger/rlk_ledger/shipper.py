@@ -221,9 +221,11 @@ class Shipper:
 
     def idle(self) -> bool:
         """Whether nothing waits to be shipped and no writer is known to live."""
-        if self._futures or any(o.pending or o.endings or o.inflight for o in self.outboxes.values()):
-            return False
-        return not any(self.may_write(writer) for writer in self.writers.values())
+        return not self.waits() and not any(self.may_write(writer) for writer in self.writers.values())
+
+    def waits(self) -> bool:
+        """Whether something that was read is not committed yet."""
+        return bool(self._futures) or any(o.pending or o.endings or o.inflight for o in self.outboxes.values())
 
     def may_write(self, writer: WriterSpool) -> bool:
         """Whether more may come of the writer; of one that cannot be looked at, a minute after its last event not."""

@@ -21,13 +21,21 @@ def _default_spool() -> str:
     "--spool", type=click.Path(path_type=Path), envvar="RLK_SPOOL", default=_default_spool, help="The spool directory."
 )
 @click.option("--until-idle", is_flag=True, help="Leave when everything is shipped and no writer lives.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 7 * 24 * 3600.0),
+    default=0.0,
+    metavar="SECONDS",
+    help="How long to go on after a signal while a writer lives; a second signal ends it.",
+)
 @terminal.output_options
 @click.pass_context
-def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> None:
+def ship(ctx: click.Context, spool: Path, until_idle: bool, grace: float, as_json: bool) -> None:
     """Carry events from a spool directory into their ledgers.
 
     Runs until stopped; each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes:
-    0 shipped or stopped; 1 gave up on a bucket that did not answer, the events stay in the spool.
+    0 shipped or stopped; 1 gave up on a bucket that did not answer, or was stopped before everything was shipped: the
+    events stay in the spool.
     """
     import signal
     import threading
@@ -41,15 +49,32 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, as_json: bool) -> No
         served = f"another shipper serves {spool.absolute()}; it ships what is there."
         terminal.echo_json({"spool": str(spool.absolute()), "exit_code": 0}) if as_json else terminal.say(served)
         return
-    stop = threading.Event()
+    stop, halt = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    code = serve(spool, until_idle, stop, tell=lambda error: click.echo(f"waiting: {error}", err=True))
+        signal.signal(number, lambda *_: halt.set() if stop.is_set() else stop.set())
+    code = serve(
+        spool,
+        until_idle,
+        stop,
+        tell=lambda error: click.echo(f"waiting: {error}", err=True),
+        grace_s=grace,
+        halt=halt,
+    )
+    left = _waiting(spool) if code or stop.is_set() else 0
+    code = 1 if left else code
     if as_json:
-        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code})
-    elif code:
-        terminal.say(f"gave up: the bucket does not answer. The events are safe in {spool}.")
+        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "waiting_events": left})
+    elif left:
+        why = "stopped" if stop.is_set() else "gave up: the bucket does not answer"
+        terminal.say(f"{why}. {left} events are safe in {spool}; `rlk-ledger recover {spool}` ships them.")
     ctx.exit(code)
+
+
+def _waiting(spool: Path) -> int:
+    """Events in the spool that no shipper called committed."""
+    from rlk_ledger.leftovers import look
+
+    return sum(one.waiting for one in look(spool)) if spool.is_dir() else 0
 
 
 @click.command()
