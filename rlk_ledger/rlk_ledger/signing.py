@@ -10,6 +10,7 @@ shipper's, although no checkpoint covers it yet.
 
 import base64
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,13 @@ def read_public_key(text: str) -> bytes:
         raise UsageError(f"--key: {error}") from None
 
 
+def public_keys(keys: Sequence[str | bytes]) -> list[bytes]:
+    """Public keys given as `read_public_key` takes them or as 32 bytes; raises UsageError, also without the means."""
+    if keys and not available():
+        raise UsageError(f"a key checks nothing here: cryptography is not installed; {INSTALL}.")
+    return [key if isinstance(key, bytes) else read_public_key(key) for key in keys]
+
+
 def _pem_public_key(path: str, content: bytes) -> bytes:
     if b"PRIVATE KEY" in content:
         raise UsageError(f"--key: {path} holds a private key; give the public one that `rlk-ledger keygen` printed.")
@@ -146,6 +154,11 @@ def _pem_public_key(path: str, content: bytes) -> bytes:
     if not isinstance(key, _ed25519().Ed25519PublicKey):
         raise UsageError(f"--key: {path} holds a key that is not Ed25519.")
     return bytes(key.public_bytes_raw())
+
+
+def text_of(public_key: bytes) -> str:
+    """A public key as receipts and checkpoints hold it: base64 of its 32 bytes."""
+    return base64.b64encode(public_key).decode()
 
 
 def check(public_key: bytes, signature: bytes, message: bytes) -> bool:
@@ -169,7 +182,7 @@ def signed(receipt: Receipt, signer: Signer | None) -> Receipt:
     if signer is None:
         return receipt
     if receipt.n == 0:
-        receipt = msgspec.structs.replace(receipt, public_key=base64.b64encode(signer.public_key).decode())
+        receipt = msgspec.structs.replace(receipt, public_key=text_of(signer.public_key))
     fields = msgspec.to_builtins(receipt)
     fields.pop("self", None)
     signature = signer.sign(_RECEIPT + canonical_json(fields))

@@ -1,55 +1,75 @@
 """Is the ledger intact? Every object against every other that speaks of it.
 
 `self`, chain and file digests catch a change of any bit; gaps in a chain or in a writer's numbers catch a removal;
-`deep` recomputes every event's leaf and every column. What no checkpoint covers can still be removed from the tail of
-a chain together with its segment: then its writers show as open, and only a checkpoint would tell.
+`deep` recomputes every event's leaf and every column. Checkpoints catch what is changed or cut from the end of a chain;
+copies of them kept elsewhere catch what is done to the checkpoints. What no checkpoint covers and no registered key
+signed can still be removed from the end of a chain together with its segment: that is said, by count.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rlk_ledger import layout
+from rlk_ledger import layout, signing
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.store import Missing, Store, open_store
 from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.chains import check_chains
-from rlk_ledger.verify.finding import KINDS, Finding, VerifyResult, finding, result
+from rlk_ledger.verify.checkpoints import check_checkpoints
+from rlk_ledger.verify.copies import copies_of, read_copies
+from rlk_ledger.verify.finding import KINDS, Covered, Finding, VerifyResult, finding, result
+from rlk_ledger.verify.indexes import check_index
 from rlk_ledger.verify.pruned import check_pruned, graves_of
 from rlk_ledger.verify.segment import check_segment
 from rlk_ledger.verify.writers import check_writers
+from rlk_ledger_schemas.checkpoints import Checkpoint
 from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, check_run_id, decode_ledger
 
-__all__ = ["KINDS", "Finding", "Progress", "VerifyResult", "check_segment", "verify"]
+__all__ = ["KINDS", "Covered", "Finding", "Progress", "VerifyResult", "check_segment", "verify"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes checked so far, bytes in all)."""
 
 
 def verify(
-    target: Ledger | Store | str, run_id: str | None = None, deep: bool = False, progress: Progress | None = None
+    target: Ledger | Store | str,
+    run_id: str | None = None,
+    deep: bool = False,
+    progress: Progress | None = None,
+    checkpoints: Sequence[str | os.PathLike[str] | Checkpoint] = (),
+    keys: Sequence[str | bytes] = (),
+    anchor: str | None = None,
 ) -> VerifyResult:
     """Checks one run, or every run, of the ledger at `target` (a Ledger, a Store or a URL).
 
-    Damage is a finding, never an exception. Raises UsageError for a malformed run id, LedgerError when there is no
-    ledger or no such run at all, StoreError when the store cannot be read.
+    `checkpoints` are copies kept elsewhere (files, or decoded) that the ledger has to agree with; `anchor` is a URL
+    with more of them. With `keys` (vkeys, files that hold one, or 32 bytes) only checkpoints signed by one of them
+    cover anything. Damage is a finding, never an exception. Raises UsageError for a malformed run id, copy or key,
+    LedgerError when there is no ledger or no such run at all, StoreError when a store cannot be read.
     """
     store = open_store(target) if isinstance(target, str) else target.store if isinstance(target, Ledger) else target
     findings: list[Finding] = []
     info, ledger_bytes = _ledger_info(store, findings)
+    publics = signing.public_keys(keys)
+    copies = read_copies(checkpoints, anchor, info, run_id, findings)
     names = store.children(layout.RUNS)
-    if run_id is not None and check_run_id(run_id) not in names:
+    if run_id is not None and check_run_id(run_id) not in names and not copies_of(copies, run_id):
         raise LedgerError(f"no run {run_id!r} in {store.url}; `rlk-ledger runs` lists what is there.")
-    runs = [run_id] if run_id is not None else [name for name in names if _is_name(name)]
+    everywhere = {*filter(_is_name, names), *(copy.checkpoint.info.run_id for copy in copies)}
+    runs = [run_id] if run_id is not None else sorted(everywhere)
     receipts: list[Receipt] = []
+    covered: list[Covered] = []
     chains = [(run, check_chains(store, run, info, ledger_bytes)) for run in runs]
     size = sum(receipt.segment.bytes for _, chain in chains for receipt in chain.receipts)
     done = _Counter(size, progress)
     for run, chain in chains:
-        findings += chain.findings
+        coverage = check_checkpoints(store, run, info, chain, copies_of(copies, run), publics)
+        findings += chain.findings + coverage.findings
+        covered.append(coverage.summary)
         graves = graves_of(store, run, chain.receipts)
         damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
+        findings += check_index(store, run, chain.receipts)
         findings += check_pruned(store, run, chain.receipts, graves, absent)
         findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
         receipts += chain.receipts
@@ -61,6 +81,7 @@ def verify(
         segments=len({r.segment.name for r in receipts}),
         events=sum(r.segment.rows for r in receipts),
         size=size,
+        checkpoints=tuple(covered),
     )
 
 

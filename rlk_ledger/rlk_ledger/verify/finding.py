@@ -14,10 +14,33 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "run.unreadable": ("error", "run.json is missing or does not parse"),
     "run.changed": ("error", "run.json is not the one a chain began under, or belongs elsewhere"),
     "receipt.unreadable": ("error", "a receipt does not parse, or `self` does not match its content"),
-    "receipt.missing": ("error", "a receipt in the middle of a chain is gone"),
+    "receipt.missing": ("error", "a receipt that others follow, or that a checkpoint covers, is gone"),
     "receipt.misplaced": ("error", "a receipt stands where another belongs"),
     "receipt.unlinked": ("error", "a receipt does not follow the one before it: reordered, replaced or forged"),
-    "object.unknown": ("error", "an object among the receipts that is no receipt"),
+    "receipt.replaced": ("error", "a receipt is not the one a checkpoint covers"),
+    "receipt.uncovered": ("info", "receipts no checkpoint covers and no registered key signed: cut, nobody could tell"),
+    "checkpoint.unreadable": ("error", "a checkpoint does not parse, or `self` does not match its content"),
+    "checkpoint.missing": ("error", "a checkpoint that others follow, or that a copy kept elsewhere knows, is gone"),
+    "checkpoint.misplaced": ("error", "a checkpoint stands where another belongs"),
+    "checkpoint.unlinked": ("error", "a checkpoint does not follow the one before it"),
+    "checkpoint.contradicts": ("error", "a checkpoint's tree is not that of the one before it and what it appends"),
+    "checkpoint.changed": ("error", "a checkpoint is not the one a copy kept elsewhere knows"),
+    "checkpoint.unsigned": ("gap", "none of the given keys signed a checkpoint of the run"),
+    "anchor.unusable": ("gap", "the anchor holds nothing of the run, or something that is no checkpoint"),
+    "signature.invalid": ("error", "a signature is not that of the key it claims"),
+    "signature.missing": ("error", "a receipt without a signature in a chain that began with a key"),
+    "signature.unchecked": ("info", "signatures nothing here can check"),
+    "key.unknown": ("info", "checkpoints signed by a key that was not given"),
+    "object.unknown": ("error", "an object among the receipts or checkpoints that is none"),
+    "seal.unreadable": ("error", "the seal does not parse, or `self` does not match its content"),
+    "seal.misplaced": ("error", "the seal of another run or ledger"),
+    "seal.differs": ("error", "a seal says other than the checkpoint it stands on and the receipts under that"),
+    "seal.unsigned": ("gap", "none of the given keys signed the seal"),
+    "seal.incomplete": ("gap", "a run sealed while ranks were missing or writers open"),
+    "seal.late": ("gap", "receipts after the seal, of writers it did not leave open and by no registered key"),
+    "seal.added": ("info", "receipts after the seal, of writers it left open or by a registered key"),
+    "index.changed": ("error", "an index is not what it is named after, or does not decode; readers pass it over"),
+    "index.differs": ("error", "an index does not say what the receipts say; readers would be told wrong"),
     "segment.missing": ("error", "a segment that a receipt names is gone"),
     "segment.changed": ("error", "a segment's bytes are not those its receipt describes"),
     "segment.unreadable": ("error", "a segment does not decode"),
@@ -61,6 +84,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end_byte: int | None = None
 
 
+class Covered(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a run its newest checkpoint (of the given keys, where any are) covers.
+
+    `receipts` are covered; `signed` more are not yet and bear the signature of a registered key; `uncovered` are the
+    rest. `k` and `digest` are None without a checkpoint.
+    """
+
+    run_id: str
+    k: int | None
+    digest: str | None
+    receipts: int
+    signed: int
+    uncovered: int
+
+
 class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Every finding, what was looked at, and the exit code: 0 intact, 1 tampered or corrupt, 3 incomplete."""
 
@@ -73,6 +111,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     segments: int
     events: int
     bytes: int
+    checkpoints: tuple[Covered, ...] = ()
 
 
 def finding(kind: str, object_: str, text: str, **where: int | str | None) -> Finding:
@@ -81,7 +120,15 @@ def finding(kind: str, object_: str, text: str, **where: int | str | None) -> Fi
 
 
 def result(
-    findings: list[Finding], *, deep: bool, runs: int, receipts: int, segments: int, events: int, size: int
+    findings: list[Finding],
+    *,
+    deep: bool,
+    runs: int,
+    receipts: int,
+    segments: int,
+    events: int,
+    size: int,
+    checkpoints: tuple[Covered, ...] = (),
 ) -> VerifyResult:
     """The result with its exit code; findings come worst first, then by object."""
     order = {"error": 0, "gap": 1, "info": 2}
@@ -99,4 +146,5 @@ def result(
         segments=segments,
         events=events,
         bytes=size,
+        checkpoints=checkpoints,
     )
