@@ -9,15 +9,17 @@ import contextlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from rlk_ledger_schemas.errors import ConfigError, StoreError
+from rlk_ledger_sdk.urls import holds_secret
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_SECRET = re.compile(r"\b(sig|signature|X-Amz-\w+|X-Goog-\w+|AccountKey|SharedAccessSignature)=[^&;\s]+", re.IGNORECASE)
 _TEMPORARY = re.compile(r"\..*\.tmp")
 
 
@@ -73,11 +75,17 @@ def open_store(url: str) -> Store:
     text = str(url)
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise ConfigError(f"the ledger URL {text!r} is no path and no URL.")
+    if holds_secret(text):
+        raise ConfigError("the ledger URL holds credentials; put them in the environment, not in the URL.")
     match = _SCHEME.match(text)
+    if match is None and "::" in text and "://" in text:
+        raise ConfigError(f"{text}: chained file systems are no ledger; use a path, file://, s3://, gs:// or az://.")
     if match is None:
         return FileStore(Path(text).expanduser())
     if match[1] in ("file", "local"):
         return FileStore(Path(unquote(text[match.end() :]) if match[1] == "file" else text[match.end() :]))
+    from rlk_ledger.buckets import FsspecStore
+
     return FsspecStore(text, match[1])
 
 
@@ -108,9 +116,9 @@ class FileStore:
                 temporary.unlink(missing_ok=True)
                 _sync_folder(target.parent)
         except FileExistsError as error:
-            _settle(self, path, data, error)
+            settle(self, path, data, error, reason(error))
         except OSError as error:
-            raise StoreError(f"cannot create {target}: {_why(error)}.") from error
+            raise StoreError(f"cannot create {target}: {reason(error)}.") from error
 
     def read(self, path: str) -> bytes:
         target = self.root / checked(path)
@@ -119,7 +127,7 @@ class FileStore:
         except FileNotFoundError:
             raise Missing(f"{target} does not exist.") from None
         except OSError as error:
-            raise StoreError(f"cannot read {target}: {_why(error)}.") from error
+            raise StoreError(f"cannot read {target}: {reason(error)}.") from error
 
     def list(self, prefix: str) -> Iterator[Entry]:
         top = self.root / checked(prefix) if prefix else self.root
@@ -139,16 +147,17 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except OSError as error:
-            raise StoreError(f"cannot list {top}: {_why(error)}.") from error
+            raise StoreError(f"cannot list {top}: {reason(error)}.") from error
 
     def stat(self, path: str) -> int | None:
         target = self.root / checked(path)
         try:
-            return target.stat().st_size
+            found = target.stat()
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise StoreError(f"cannot look at {target}: {_why(error)}.") from error
+            raise StoreError(f"cannot look at {target}: {reason(error)}.") from error
 
     def delete(self, path: str) -> None:
         target = self.root / checked(path)
@@ -158,98 +167,23 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise StoreError(f"cannot delete {target}: {_why(error)}.") from error
+            raise StoreError(f"cannot delete {target}: {reason(error)}.") from error
 
     def locate(self, path: str) -> str:
         return str(self.root / checked(path))
 
 
-class FsspecStore:
-    """Any fsspec file system. `create` is `pipe_file(mode="create")`, and what a read-back finds decides."""
+def settle(store: Store, path: str, data: bytes, error: Exception, why: str) -> None:
+    """Decides a create whose reply was an error by reading back what is there.
 
-    def __init__(self, url: str, protocol: str) -> None:
-        try:
-            import fsspec
-
-            # A listing cache would hide what other processes write.
-            options: dict[str, Any] = {} if protocol == "memory" else {"use_listings_cache": False}
-            self.fs, self.root = fsspec.core.url_to_fs(url, **options)
-        except ImportError as error:
-            extra = _EXTRA.get(protocol)
-            how = f'pip install "rlk-ledger[{extra}]"' if extra else f"install the fsspec client for {protocol}://"
-            raise ConfigError(f"{url}: the client for {protocol}:// is not installed ({error}); {how}.") from None
-        except ValueError as error:
-            raise ConfigError(
-                f"{url}: {str(error).splitlines()[0]}; use a path, file://, s3://, gs:// or az://."
-            ) from None
-        self.root = self.root.rstrip("/")
-        self.url = url.rstrip("/")
-
-    def create(self, path: str, data: bytes) -> None:
-        target = self._target(path)
-        try:
-            if self.fs.protocol == "memory":
-                self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self.fs.pipe_file(target, data, mode="create")
-        except Exception as error:  # stores word a refusal differently: only the read-back tells
-            _settle(self, path, data, error)
-
-    def read(self, path: str) -> bytes:
-        try:
-            return bytes(self.fs.cat_file(self._target(path)))
-        except FileNotFoundError:
-            raise Missing(f"{self.locate(path)} does not exist.") from None
-        except Exception as error:
-            raise StoreError(f"cannot read {self.locate(path)}: {_why(error)}.") from error
-
-    def list(self, prefix: str) -> Iterator[Entry]:
-        try:
-            found = self.fs.find(self._target(prefix) if prefix else self.root, detail=True)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise StoreError(f"cannot list {self.url}/{prefix}: {_why(error)}.") from error
-        skip = len(self.root) + 1
-        yield from sorted(Entry(path[skip:], int(info["size"] or 0)) for path, info in found.items())
-
-    def children(self, prefix: str) -> tuple[str, ...]:
-        try:
-            found = self.fs.ls(self._target(prefix) if prefix else self.root, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return ()
-        except Exception as error:
-            raise StoreError(f"cannot list {self.url}/{prefix}: {_why(error)}.") from error
-        return tuple(sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""}))
-
-    def stat(self, path: str) -> int | None:
-        try:
-            return int(self.fs.info(self._target(path))["size"])
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise StoreError(f"cannot look at {self.locate(path)}: {_why(error)}.") from error
-
-    def delete(self, path: str) -> None:
-        try:
-            self.fs.rm_file(self._target(path))
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise StoreError(f"cannot delete {self.locate(path)}: {_why(error)}.") from error
-
-    def locate(self, path: str) -> str:
-        return str(self.fs.unstrip_protocol(self._target(path)))
-
-    def _target(self, path: str) -> str:
-        return f"{self.root}/{checked(path)}"
-
-
-def _settle(store: Store, path: str, data: bytes, error: Exception) -> None:
-    """Decides a create whose reply was an error by reading back what is there."""
+    Returns when `data` is there, raises AlreadyThere for other bytes, StoreError while the outcome is open.
+    """
     try:
         there = store.read(path)
     except Missing:
-        raise StoreError(f"cannot create {store.locate(path)}: {_why(error)}.") from error
+        raise StoreError(f"cannot create {store.locate(path)}: {why}.") from error
+    except StoreError as unread:
+        raise StoreError(f"cannot create {store.locate(path)}: {why}; and what is there now: {unread}") from error
     if there != data:
         raise AlreadyThere(f"{store.locate(path)} already holds other bytes.") from None
 
@@ -281,9 +215,10 @@ def _sync_folder(folder: Path) -> None:
 
 def _raise_walk(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise StoreError(f"cannot list {error.filename}: {_why(error)}.") from error
+        raise StoreError(f"cannot list {error.filename}: {reason(error)}.") from error
 
 
-def _why(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, without the secrets of a signed URL or a connection string."""
     text = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
-    return str(text).rstrip(".")
+    return _SECRET.sub(r"\1=...", str(text)).rstrip(".")

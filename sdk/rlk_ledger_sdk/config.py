@@ -22,6 +22,7 @@ from rlk_ledger_sdk.environment import capture
 from rlk_ledger_sdk.modes import Mode, load_mode
 from rlk_ledger_sdk.modes import disabled as disabled
 from rlk_ledger_sdk.redaction import Redaction
+from rlk_ledger_sdk.urls import holds_secret
 
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")
 ROLES = (
@@ -125,6 +126,7 @@ def load_config(
     on_error = get("on_error") or env("RLK_ON_ERROR") or ("raise" if under_tests else "warn")
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     address = _url(url)
+    redaction = Redaction.load(run["redaction"], env("RLK_REDACTION_KEY"))
     if address.startswith("memory://") and shipper == "process":
         raise ConfigError(f"init: {address} lives in one process only; pass shipper='inline', or use a directory.")
     return Config(
@@ -132,16 +134,23 @@ def load_config(
         run_id=_run_id(get("run_id")),
         spool=spool,
         spool_named=spool_named,
-        redaction=Redaction.load(run["redaction"], env("RLK_REDACTION_KEY")),
+        redaction=redaction,
         shipper=choice("shipper", shipper, ("process", "inline", "off")),  # type: ignore[arg-type]
         budget_bytes=int(budget),
         block_ms=_number("block_ms", get("block_ms"), "RLK_BLOCK_MS", DEFAULT_BLOCK_MS, 0),
         exit_s=_number("exit_s", None, "RLK_EXIT_S", DEFAULT_EXIT_S, 0),
         on_error=choice("on_error", on_error, ("raise", "warn")),  # type: ignore[arg-type]
         mode=mode,
-        run_opened=_checked("run.opened", run),
-        writer_opened=_checked("writer.opened", writer),
+        run_opened=redaction.fields("run.opened", _checked("run.opened", {**run, "redaction_key_id": redaction.key_id})),
+        writer_opened=_redacted(redaction, _checked("writer.opened", writer), get("environment")),
     )
+
+
+def _redacted(redaction: Redaction, writer: dict[str, Any], given: Any) -> dict[str, Any]:
+    """The fields of `writer.opened` as they may leave; of the environment, what was `given` and not captured."""
+    fields = redaction.fields("writer.opened", writer)
+    held = fields["environment"].items()
+    return {**fields, "environment": {k: redaction.free(v) if k in (given or ()) else v for k, v in held}}
 
 
 def _run_opened(options: Options, mode: Mode) -> dict[str, Any]:
@@ -220,6 +229,8 @@ def _url(url: Any) -> str:
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text.strip() or "\n" in text or not _is_path(text):
         raise ConfigError(f"init: the ledger URL {url!r} is not a path or a URL such as s3://bucket/prefix.")
+    if holds_secret(text):
+        raise ConfigError("init: the ledger URL holds credentials; put them in the environment, not in the URL.")
     scheme, sep, rest = text.partition("://")
     if not sep:
         if re.match(r"[a-z0-9]{2,}:/", text):
@@ -230,8 +241,6 @@ def _url(url: Any) -> str:
         raise ConfigError(f"init: the ledger URL {text!r} has the unknown scheme {scheme!r}; {hint}")
     if not rest.strip("/"):
         raise ConfigError(f"init: the ledger URL {text!r} names no bucket or path.")
-    if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss", "az", "adl"):
-        raise ConfigError("init: the ledger URL holds credentials; put them in the environment, not in the URL.")
     return text
 
 

@@ -1,0 +1,109 @@
+"""The fsspec client of a URL: no listing cache, bounded waits, few retries, one client a process.
+
+Endpoints and credentials come from where the client itself looks: its environment variables and fsspec's configuration
+(FSSPEC_CONFIG_DIR, FSSPEC_S3 ...). What the user set there is left as it is; only what is unset is filled in here.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlk_ledger_schemas.errors import ConfigError
+
+CONNECT_S, ANSWER_S = 5, 15
+"""Seconds until a connection stands, and seconds of silence, before a client gives one attempt up."""
+CALL_S, LONG_S = 60.0, 600.0
+"""Seconds until a call is given up whatever the client does: one about one object, one without a bound on its size."""
+SLOWEST = 250_000
+"""Bytes a second below which an upload is given up."""
+
+_EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_PERMISSIONS = {
+    "s3": {"create": "s3:PutObject", "read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
+    "gcs": {
+        verb: f"storage.objects.{verb if verb != 'read' else 'get'}" for verb in ("create", "read", "list", "delete")
+    },
+    "azure": {
+        "create": "blobs/write (Storage Blob Data Contributor)",
+        "read": "blobs/read (Storage Blob Data Reader)",
+        "list": "blobs/read (Storage Blob Data Reader)",
+        "delete": "blobs/delete (Storage Blob Data Contributor)",
+    },
+}
+_ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST")
+# Keyed by process too: a client holds a thread that does not survive a fork, and must not be finalised in the child.
+_held: dict[tuple[Any, ...], Any] = {}
+
+
+def connect(url: str, protocol: str) -> tuple[Any, str]:
+    """(file system, root path in it) of an fsspec URL; contacts nothing. Raises ConfigError."""
+    try:
+        import fsspec
+
+        kind = _kind(fsspec.get_filesystem_class(protocol), protocol)
+        options = {**kind._get_kwargs_from_urls(url), **_filled_in(kind, _EXTRA.get(protocol, protocol))}
+        root = str(kind._strip_protocol(url)).rstrip("/")
+        options.pop("path", None)
+        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
+        key = (os.getpid(), protocol, repr(sorted(options.items())), environment)
+        if key not in _held:
+            _held[key] = _patient(kind(**options, skip_instance_cache=True))
+        return _held[key], root
+    except ImportError as error:
+        extra = _EXTRA.get(protocol)
+        how = f'pip install "rlk-ledger[{extra}]"' if extra else f"install the fsspec client for {protocol}://"
+        raise ConfigError(f"{url}: the client for {protocol}:// is not installed ({error}); {how}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{url}: {str(error).splitlines()[0]}; use a path, file://, s3://, gs:// or az://.") from None
+
+
+def permission(protocol: str, verb: str) -> str:
+    """What the store's own language calls the right to `verb` (create, read, list, delete)."""
+    return _PERMISSIONS.get(_EXTRA.get(protocol, protocol), {}).get(verb, verb)
+
+
+def _kind(kind: Any, protocol: str) -> Any:
+    """The class that serves `protocol`.
+
+    gcsfs' class for zonal buckets asks a gRPC service about every bucket first, a minute each where there is none: it
+    is used only where the environment asks for it by name.
+    """
+    if _EXTRA.get(protocol) == "gcs" and "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT" not in os.environ:
+        from gcsfs.core import GCSFileSystem
+
+        return GCSFileSystem
+    return kind
+
+
+def _filled_in(kind: Any, client: str) -> dict[str, Any]:
+    """Options of a client that the user's fsspec configuration leaves open."""
+    from fsspec.config import apply_config
+
+    given: Mapping[str, Any] = apply_config(kind, {})
+    options: dict[str, Any] = {}
+    if client in ("s3", "gcs", "azure"):
+        options["use_listings_cache"] = False  # a cache would hide what other processes write
+    if client == "s3":
+        ours = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S}
+        ours["retries"] = {"mode": "standard", "total_max_attempts": 2}  # type: ignore[assignment]
+        options["config_kwargs"] = {**ours, **(given.get("config_kwargs") or {})}
+    elif client == "gcs" and "requests_timeout" not in given:
+        import aiohttp
+
+        options["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
+    elif client == "azure":
+        ours = {"connection_timeout": CONNECT_S, "read_timeout": ANSWER_S}
+        options |= {name: value for name, value in ours.items() if name not in given}
+    return options
+
+
+def _patient(fs: Any) -> Any:
+    """`fs` with retries that do not multiply into minutes: whoever ships tries again anyway, with growing pauses."""
+    if getattr(fs, "protocol", None) == ("s3", "s3a"):
+        fs.retries = 2
+    service = getattr(fs, "service_client", None)
+    policy = getattr(getattr(service, "_config", None), "retry_policy", None)
+    if policy is not None and hasattr(policy, "initial_backoff"):  # adlfs has no option for it; its first pause is 15 s
+        policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 1, 2
+        policy.random_jitter_range = 1
+    return fs
