@@ -7,6 +7,7 @@ An anchor is evidence as far as its owner is another than the ledger's, and what
 
 import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from rlk_ledger import layout
@@ -67,6 +68,26 @@ def anchor(store: Store, run_id: str, url: str) -> Anchored:
     if to.read(path) != newest.data:
         raise Conflict(f"{to.locate(path)} was replaced right after it was written.")
     return Anchored(to.locate(path), newest, True)
+
+
+def keep(store: Store, run_id: str, newest: Checkpoint, path: Path) -> None:
+    """Writes the newest checkpoint to the file `path`, in place of an older one that the ledger still has.
+
+    Raises Conflict when the file knows another history, UsageError when it holds something else or cannot be written.
+    """
+    try:
+        older = decode_checkpoint(path.read_bytes(), str(path)) if path.exists() else None
+        if older is not None and older.info.run_id != run_id:
+            raise UsageError(f"{path} is a checkpoint of run {older.info.run_id!r}; it is not replaced by another's.")
+        if older is not None:
+            _check_follows(store, run_id, Note(str(path), run_id, older.k, older, None), newest)
+        fresh = path.with_name(f".{path.name}.tmp")
+        fresh.write_bytes(newest.data)
+        fresh.replace(path)
+    except FormatError as error:
+        raise UsageError(f"{error} It is no checkpoint and is not replaced.") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}.") from None
 
 
 def _check_follows(store: Store, run_id: str, note: Note, newest: Checkpoint) -> None:

@@ -137,6 +137,16 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on stderr beside work whose length is not known, drawn in a terminal only."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console(stderr=True).status(what):
+        yield
+
+
 def size_text(count: int) -> str:
     """A byte count for people: `0 B`, `1.5 KB`, `2.0 GB` (powers of 1000)."""
     value = float(count)

@@ -8,7 +8,7 @@ import click
 from rlk_ledger import terminal
 
 if TYPE_CHECKING:
-    from rlk_ledger.verify import Finding
+    from rlk_ledger.verify import Finding, VerifyResult
 
 _STYLES = {"error": "bold red", "gap": "yellow", "info": "dim"}
 _WORDS = {"error": "ERROR", "gap": "GAP", "info": "note"}
@@ -18,11 +18,26 @@ _SHOWN = 3
 @click.command()
 @click.argument("run", required=False)
 @click.option("--deep", is_flag=True, help="Recompute every event's leaf and every column.")
+@click.option("--checkpoint", "copies", multiple=True, metavar="FILE", help="A copy of a checkpoint, kept elsewhere.")
+@click.option("--anchor", metavar="URL", envvar="RLK_ANCHOR", help="Where `anchor` put copies.")
+@click.option("--key", "keys", multiple=True, metavar="VKEY|FILE", help="Believe checkpoints of this key only.")
 @terminal.ledger_option
 @terminal.output_options
 @click.pass_context
-def verify(ctx: click.Context, run: str | None, deep: bool, url: str | None, as_json: bool) -> None:
+def verify(
+    ctx: click.Context,
+    run: str | None,
+    deep: bool,
+    copies: tuple[str, ...],
+    anchor: str | None,
+    keys: tuple[str, ...],
+    url: str | None,
+    as_json: bool,
+) -> None:
     """Check that nothing in the ledger was changed, removed or lost.
+
+    What a checkpoint covers cannot be changed or removed unseen; who can write the bucket can replace checkpoints too,
+    which copies kept elsewhere (--checkpoint, --anchor) and keys (--key) show.
 
     Exit codes: 0 intact (open writers, duplicates and killed writers recovered without loss are named and fine);
     1 tampered or corrupt; 2 usage; 3 intact but incomplete: bytes, sequence numbers or ranks are missing.
@@ -30,7 +45,7 @@ def verify(ctx: click.Context, run: str | None, deep: bool, url: str | None, as_
     from rlk_ledger.verify import verify as check
 
     with terminal.progress("verify") as progress:
-        result = check(terminal.require_url(url), run, deep=deep, progress=progress)
+        result = check(terminal.require_url(url), run, deep, progress, checkpoints=copies, keys=keys, anchor=anchor)
     if as_json:
         terminal.echo_json({"ledger": url, "run_id": run, **{f: getattr(result, f) for f in result.__struct_fields__}})
     else:
@@ -43,6 +58,7 @@ def verify(ctx: click.Context, run: str | None, deep: bool, url: str | None, as_
             f"{_count(result.events, 'event')}, {terminal.size_text(result.bytes)}",
             style,
         )
+        _say_covered(result)
     ctx.exit(int(result.exit_code))
 
 
@@ -53,6 +69,23 @@ def _say_alike(kind: str, items: "list[Finding]") -> None:
         terminal.say(f"       {item.text}")
     if len(items) > _SHOWN:
         terminal.say(f"       and {len(items) - _SHOWN} more {kind} of the same; --json lists them all")
+
+
+def _say_covered(result: "VerifyResult") -> None:
+    """How much is covered, and what to do about the rest."""
+    bare = [c for c in result.checkpoints if c.k is None and c.uncovered]
+    some = [c for c in result.checkpoints if c.k is not None]
+    receipts = sum(c.receipts for c in some)
+    if some:
+        behind = f", {_count(sum(c.signed for c in some), 'receipt')} after them bear a registered signature"
+        behind = behind if any(c.signed for c in some) else ""
+        terminal.say(
+            f"covered by checkpoints of {_count(len(some), 'run')}: {_count(receipts, 'receipt')}{behind}", "dim"
+        )
+    if bare:
+        which = bare[0].run_id if len(bare) == 1 else f"{len(bare)} runs"
+        what = "what is cut from the end of a chain cannot be seen there"
+        terminal.say(f"no checkpoint covers {which}: {what}; `rlk-ledger checkpoint` makes them", "dim")
 
 
 def _count(number: int, noun: str) -> str:
