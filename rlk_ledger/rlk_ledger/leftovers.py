@@ -80,7 +80,7 @@ def examine(folder: Path, assume_dead: bool = False, after: int | None = None) -
         waiting=waiting,
         committed=status.committed,
         lost_bytes=writer.lost_bytes if header else headless,
-        size=_size(folder),
+        size=size_on_disk(folder),
         damaged=len(list(folder.glob(f"*{SUFFIX}{DAMAGED}"))),
         error=status.error,
         problem=writer.problem,
@@ -94,7 +94,7 @@ def state_of(writer: WriterSpool) -> str:
     return "closed" if writer.closed else {True: "alive", None: "unknown", False: "dead"}[writer.alive]
 
 
-def _size(folder: Path) -> int:
+def size_on_disk(folder: Path) -> int:
     """Bytes on disk of a writer's spool files."""
     total = 0
     for path in folder.glob(f"*{SUFFIX}"):

@@ -182,7 +182,7 @@ def test_recover_can_send_the_events_elsewhere(capsys, new_writer, spool: Path, 
 def test_ship_until_idle_ships_what_dead_writers_left(capsys, new_writer, spool: Path, url: str, monkeypatch) -> None:
     from rlk_ledger import service
 
-    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0, lambda error: None))
+    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0, lambda error: None, 0.0, None))
     new_writer(dead=True).many(2)
     code, out, _ = run(capsys, "ship", "--spool", str(spool), "--until-idle", "--json")
     assert code == 0

@@ -9,7 +9,8 @@ import click
 from rlk_ledger import terminal
 
 if TYPE_CHECKING:
-    from rlk_ledger.recover import Recovered
+    from rlk_ledger.leftovers import Left
+    from rlk_ledger.recover import Recovered, RunTotal
 
 
 def _default_spool() -> str:
@@ -66,7 +67,7 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, grace: float, as_jso
         terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "waiting_events": left})
     elif left:
         why = "stopped" if stop.is_set() else "gave up: the bucket does not answer"
-        terminal.say(f"{why}. {left} events are safe in {spool}; `rlk-ledger recover {spool}` ships them.")
+        terminal.say(f"{why}. The events are safe in {spool}: {left} wait, `rlk-ledger recover {spool}` ships them.")
     ctx.exit(code)
 
 
@@ -81,23 +82,40 @@ def _waiting(spool: Path) -> int:
 @click.argument("spool", type=click.Path(path_type=Path))
 @click.option("--ledger", "url", metavar="URL", help="Send the events here instead of where the spool says.")
 @click.option("--assume-dead", is_flag=True, help="The machines the writers ran on are gone.")
+@click.option("--dry-run", is_flag=True, help="Say what is there and would be shipped; change and contact nothing.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 7 * 24 * 3600.0),
+    default=0.0,
+    metavar="SECONDS",
+    help="How long to go on asking a bucket that does not answer.",
+)
 @terminal.output_options
 @click.pass_context
-def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool, as_json: bool) -> None:
+def recover(
+    ctx: click.Context, spool: Path, url: str | None, assume_dead: bool, dry_run: bool, wait: float, as_json: bool
+) -> None:
     """Ship what a crashed job left in SPOOL; say what was saved.
 
-    SPOOL is a spool directory or one writer's directory in it. Exit codes: 0 nothing was lost; 1 the bucket did not
-    take the events, they stay in the spool; 3 bytes that were no whole event are lost, or a file cannot be read; the
-    rest was saved.
+    SPOOL is a spool directory or one writer's directory in it. Exit codes: 0 everything is in the ledger, or there was
+    nothing; 1 a bucket did not take all events, they stay in the spool; 3 bytes that were no whole event are lost, or
+    a file cannot be read, the rest was saved; 2 SPOOL is none, or a shipper serves it. With --dry-run: 0, or 3 where
+    something would be lost.
     """
+    if dry_run:
+        _preview(ctx, spool, assume_dead, url, as_json)
+        return
+    from rlk_ledger.recover import outcome, totals
     from rlk_ledger.recover import recover as save
 
-    found = save(spool, url, assume_dead)
-    code = (
-        1 if any(r.waiting for r in found) else 3 if any(r.lost_bytes or r.state == "unreadable" for r in found) else 0
-    )
+    with terminal.progress("recovering") as progress:
+        found = save(spool, url, assume_dead, wait_s=wait, progress=progress)
+    word = outcome(found)
+    code = {"saved": 0, "nothing": 0, "waiting": 1, "saved_with_loss": 3}[word]
+    runs = totals(found)
     if as_json:
-        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "writers": found})
+        document = {"spool": str(spool.absolute()), "exit_code": code, "outcome": word, "runs": runs, "writers": found}
+        terminal.echo_json(document)
         ctx.exit(code)
     if not found:
         terminal.say(f"{spool} holds no spool files: nothing to recover.")
@@ -105,7 +123,61 @@ def recover(ctx: click.Context, spool: Path, url: str | None, assume_dead: bool,
         place = f", run {item.run_id}, ledger {item.ledger}" if item.run_id else ""
         terminal.say(f"writer {item.writer_id}, {item.state}{place}")
         terminal.say(f"       {_statement(item)}")
+    for run in runs:
+        if run.sealed:
+            terminal.say(f"run {run.run_id} was sealed before: `rlk-ledger verify {run.run_id}` names what came late.")
+    if found:
+        terminal.say(_total(runs, word))
     ctx.exit(code)
+
+
+def _preview(ctx: click.Context, spool: Path, assume_dead: bool, url: str | None, as_json: bool) -> None:
+    from rlk_ledger.recover import preview
+
+    found = preview(spool, assume_dead)
+    code = 3 if any(one.lost_bytes or one.state == "unreadable" for one in found) else 0
+    if as_json:
+        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "dry_run": True, "writers": found})
+        ctx.exit(code)
+    if not found:
+        terminal.say(f"{spool} holds no spool files: nothing to recover.")
+    for one in found:
+        place = f", run {one.run_id}, ledger {url or one.ledger}" if one.run_id else ""
+        terminal.say(f"writer {one.writer_id}, {one.state}{place}")
+        terminal.say(f"       {_intention(one)}")
+    ctx.exit(code)
+
+
+def _intention(one: "Left") -> str:
+    if one.state == "unreadable":
+        return f"{one.problem or 'no file has a readable header'}; {one.lost_bytes} bytes stay where they are."
+    parts = [
+        f"{one.events} whole events in {terminal.size_text(one.size)}: {one.waiting} would be shipped, "
+        f"{one.events - one.waiting} were called committed (the ledger was not asked)"
+    ]
+    parts.append(f"{one.lost_bytes} bytes are no whole event and would be lost" if one.lost_bytes else _TAIL[one.state])
+    if one.problem:
+        parts.append(one.problem.rstrip("."))
+    return "; ".join(parts) + "."
+
+
+_TAIL = {
+    "closed": "nothing would be lost",
+    "dead": "nothing would be lost",
+    "alive": "the writer still runs, its newest file would be left alone",
+    "unknown": "it ran where this machine cannot look: its newest file would be left alone without --assume-dead",
+}
+
+
+def _total(runs: "list[RunTotal]", word: str) -> str:
+    shipped, known = sum(run.shipped for run in runs), sum(run.known for run in runs)
+    waiting, lost = sum(run.waiting for run in runs), sum(run.lost_bytes for run in runs)
+    saved = f"{shipped} events shipped, {known} were in the ledger before"
+    if word == "waiting":
+        return f"not all saved: {saved}, {waiting} wait in the spool; run this again when the bucket answers."
+    if word == "saved_with_loss":
+        return f"saved with loss: {saved}, {lost} bytes are lost or stay unread."
+    return f"all saved: {saved}." if shipped else f"nothing new: {saved}."
 
 
 def _statement(item: "Recovered") -> str:
@@ -121,4 +193,7 @@ def _statement(item: "Recovered") -> str:
         parts.append(
             "it ran where this machine cannot look, its newest file was left alone; --assume-dead if it is gone"
         )
+    damaged = [name for name in item.files_left if name.endswith(".damaged")]
+    if damaged:
+        parts.append(f"set aside for a person to look at: {', '.join(damaged)}")
     return "; ".join(parts) + "."
