@@ -106,19 +106,23 @@ class FileStore:
 
     def create(self, path: str, data: bytes) -> None:
         target = self.root / checked(path)
+        refused: OSError | None = None
         try:
             _make_folders(target.parent)
             temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
             try:
                 _write_synced(temporary, data)
-                os.link(temporary, target)
+                try:
+                    os.link(temporary, target)
+                except OSError as error:
+                    refused = error
             finally:
                 temporary.unlink(missing_ok=True)
                 _sync_folder(target.parent)
-        except FileExistsError as error:
-            settle(self, path, data, error, reason(error))
         except OSError as error:
             raise StoreError(f"cannot create {target}: {reason(error)}.") from error
+        if refused is not None:  # somebody was here first, or a remote disk lost its reply
+            settle(self, path, data, refused, reason(refused))
 
     def read(self, path: str) -> bytes:
         target = self.root / checked(path)
