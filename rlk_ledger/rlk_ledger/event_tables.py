@@ -5,7 +5,7 @@ the list columns of the segments (`values__float32`).
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -55,8 +55,18 @@ def _arrow_type(hint: Any) -> pa.DataType:
     return plain[kinds.pop()] if len(kinds) == 1 and next(iter(kinds)) in plain else pa.string()
 
 
-def event_table(ledger: Ledger, runs: Sequence[str], kinds: Sequence[str], arrays: bool = False) -> pa.Table:
-    """The events of `kinds` in `runs` as a table with a `type` column when there are several kinds."""
+def event_table(
+    ledger: Ledger,
+    runs: Sequence[str],
+    kinds: Sequence[str],
+    arrays: bool = False,
+    steps: Collection[int] | None = None,
+    samples: Collection[str] | None = None,
+) -> pa.Table:
+    """The events of `kinds` in `runs` as a table with a `type` column when there are several kinds.
+
+    `steps` and `samples` leave out segments that hold nothing of them; those that are read are given whole.
+    """
     types = field_types(kinds)
     specs = {name: spec for kind in kinds for name, spec in REGISTRY[kind].arrays.items()}
     wanted = {array_column(name, dtype): dtype for name, spec in specs.items() for dtype in _dtypes(spec)}
@@ -64,7 +74,7 @@ def event_table(ledger: Ledger, runs: Sequence[str], kinds: Sequence[str], array
     kind_of: list[str] = []
     lists: dict[str, list[pa.ChunkedArray]] = {name: [] for name in wanted}
     for run_id in runs:
-        for table in run_tables(ledger.run(run_id), kinds):
+        for table in run_tables(ledger.run(run_id), kinds, steps, samples):
             for body in table["body"].to_pylist():
                 fields = decode_envelope(body) | {"run_id": run_id}
                 kind_of.append(fields["type"])
@@ -111,10 +121,15 @@ def as_json(value: Any) -> str:
         return json.dumps(value, default=str)
 
 
-def run_tables(run: Run, kinds: Sequence[str] | None) -> Iterable[pa.Table]:
+def run_tables(
+    run: Run,
+    kinds: Sequence[str] | None,
+    steps: Collection[int] | None = None,
+    samples: Collection[str] | None = None,
+) -> Iterable[pa.Table]:
     """The tables of a run's segments that hold `kinds`, each (writer, seq) once; of a pruned one, what outlives it."""
     seen: set[tuple[str, int]] = set()
-    for segment in run.segments(kinds):
+    for segment in run.segments(kinds, steps, samples):
         try:
             try:
                 table = read_segment(run.store.read(segment.path), kinds)

@@ -181,9 +181,12 @@ class Source:
         path = layout.receipt_path(self.run_id, *key)
         try:
             return decode_receipt(self.store.read(path), path)
-        except (Missing, FormatError) as error:
-            self._damaged(path, error)
-            return None
+        except (Missing, FormatError):  # a reply that was cut, or is behind, is no damage: the second look counts
+            try:
+                return decode_receipt(self.store.read(path), path)
+            except (Missing, FormatError) as error:
+                self._damaged(path, error)
+                return None
 
     def tail(self, marks: Mapping[str, int]) -> list[Receipt]:
         """The receipts after `marks`: the next of each known chain is asked for by name, a new chain is listed."""
@@ -209,9 +212,8 @@ class Source:
             return decode_receipt(self.store.read(path), path), True
         except Missing:
             return None, False
-        except FormatError as error:
-            self._damaged(path, error)
-            return None, True
+        except FormatError:
+            return self._receipt(key), True
 
     def everything(self) -> list[Receipt]:
         """Every receipt, found by a listing and read one by one, in order."""

@@ -185,9 +185,10 @@ class Ledger:
         """Where the ledger is: an absolute path or a URL."""
         return self.store.url
 
-    def runs(self) -> list[str]:
-        """Ids of the runs, sorted; one that lost its run.json and still has receipts is among them."""
-        return [name for name in self.store.children(layout.RUNS) if self._is_run(name)]
+    def runs(self, among: Collection[str] | None = None) -> list[str]:
+        """Ids of the runs (those `among` some names), sorted; one that lost its run.json and has receipts is a run."""
+        names = self.store.children(layout.RUNS) if among is None else sorted(among)
+        return [name for name in names if self._is_run(name)]
 
     def _is_run(self, name: str) -> bool:
         with contextlib.suppress(ValueError):

@@ -188,12 +188,13 @@ class Receipts:
 
     def _of_samples(self, samples: Collection[str]) -> _Mask:
         """Rows whose prints hold that of one of `samples`, and rows that say nothing."""
-        mask = np.zeros(len(self), np.bool_)
+        mask = _numpy(self.table["samples"].is_null())
         for sample in samples:
             mask |= self._of_print(np.frombuffer(sample_print(sample), np.uint8))
         return mask
 
     def _of_print(self, wanted: npt.NDArray[np.uint8]) -> _Mask:
+        """Rows whose prints hold `wanted`."""
         parts = []
         for chunk in self.table["samples"].chunks:
             offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
@@ -202,7 +203,7 @@ class Receipts:
             hits = np.flatnonzero(
                 (prints[:, 0] == wanted[0]) & (prints[:, 1] == wanted[1]) & (prints[:, 2] == wanted[2])
             )
-            mask = _numpy(chunk.is_null())
+            mask = np.zeros(len(chunk), np.bool_)
             mask[np.searchsorted(offsets - offsets[0], hits * PRINT_BYTES, side="right") - 1] = True
             parts.append(mask)
         return np.concatenate(parts) if parts else np.zeros(0, np.bool_)

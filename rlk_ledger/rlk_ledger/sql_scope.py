@@ -1,9 +1,11 @@
-"""What a query needs before it runs: that it only reads, which views it names, and which runs it can be limited to.
+"""What a query needs before it runs: that it only reads, which views it names, and which runs, samples and steps it is
+limited to.
 
 DuckDB's own parser answers, through `json_serialize_sql`, which serialises SELECT statements and nothing else.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import duckdb
@@ -16,17 +18,28 @@ Params = dict[str, Any] | list[Any] | None
 class Scope(NamedTuple):
     """`views`: names of tables the query reads. `runs`: run ids it is limited to, or None when it may read any.
 
-    `listing`: the query asks which tables there are (`show tables`), not what they hold.
+    `listing`: the query asks which tables there are (`show tables`), not what they hold. `samples` and `steps`: the
+    sample ids and steps wanted of a view; one that is not there is wanted whole.
     """
 
     views: frozenset[str]
     runs: frozenset[str] | None
     listing: bool = False
+    samples: Mapping[str, frozenset[str]] = {}
+    steps: Mapping[str, frozenset[int]] = {}
+
+
+class _Limit(NamedTuple):
+    """A column that has to be one of some values; `qualifier` names its table where the query does."""
+
+    qualifier: str | None
+    column: str
+    values: frozenset[Any]
 
 
 class _Select(NamedTuple):
     tables: list[tuple[str, str]]
-    limits: list[tuple[str | None, frozenset[str]]]
+    limits: list[_Limit]
 
 
 def scope(query: str, params: Params = None) -> Scope:
@@ -45,14 +58,25 @@ def scope(query: str, params: Params = None) -> Scope:
     selects: list[_Select] = []
     _walk(tree["statements"][0], frozenset(), params, selects)
     views = frozenset(name for select in selects for _, name in select.tables)
-    runs: set[str] = set()
+    by_view = {column: _by_view(selects, column) for column in _KINDS}
+    runs = None
+    if views and by_view["run_id"].keys() == views:
+        runs = frozenset[str]().union(*by_view["run_id"].values())
+    return Scope(views, runs, samples=by_view["sample_id"], steps=by_view["step"])
+
+
+def _by_view(selects: list[_Select], column: str) -> dict[str, frozenset[Any]]:
+    """The values of a column wanted of each view, for the views that are limited wherever the query names them."""
+    found: dict[str, frozenset[Any]] = {}
+    whole = set()
     for select in selects:
-        for alias, _ in select.tables:
-            limit = _limit(select, alias)
+        for alias, name in select.tables:
+            limit = _limit(select, alias, column)
             if limit is None:
-                return Scope(views, None)
-            runs |= limit
-    return Scope(views, frozenset(runs) if views else None)
+                whole.add(name)
+            else:
+                found[name] = found.get(name, frozenset()) | limit
+    return {name: values for name, values in found.items() if name not in whole}
 
 
 def _refusal(tree: dict[str, Any]) -> str:
@@ -61,11 +85,12 @@ def _refusal(tree: dict[str, Any]) -> str:
     return f"the query does not parse ({tree.get('error_message', 'no reason given')})."
 
 
-def _limit(select: _Select, alias: str) -> frozenset[str] | None:
-    """Run ids a table of a SELECT is limited to by its own WHERE, if it is."""
-    for qualifier, values in select.limits:
-        if qualifier == alias or (qualifier is None and len(select.tables) == 1):
-            return values
+def _limit(select: _Select, alias: str, column: str) -> frozenset[Any] | None:
+    """Values a column of a table of a SELECT is limited to by its own WHERE, if it is."""
+    for limit in select.limits:
+        own = limit.qualifier == alias or (limit.qualifier is None and len(select.tables) == 1)
+        if own and limit.column == column:
+            return limit.values
     return None
 
 
@@ -79,7 +104,7 @@ def _walk(node: Any, hidden: frozenset[str], params: Params, out: list[_Select])
         if node.get("type") == "SELECT_NODE":
             tables: list[tuple[str, str]] = []
             _tables(node.get("from_table"), hidden, tables)
-            limits: list[tuple[str | None, frozenset[str]]] = []
+            limits: list[_Limit] = []
             _limits(node.get("where_clause"), params, limits)
             out.append(_Select(tables, limits))
         for value in node.values():
@@ -99,8 +124,8 @@ def _tables(node: Any, hidden: frozenset[str], out: list[tuple[str, str]]) -> No
         _tables(node.get("right"), hidden, out)
 
 
-def _limits(node: Any, params: Params, out: list[tuple[str | None, frozenset[str]]]) -> None:
-    """`run_id = value` and `run_id in (values)` among the conditions that are all required."""
+def _limits(node: Any, params: Params, out: list[_Limit]) -> None:
+    """`column = value` and `column in (values)` among the conditions that are all required."""
     if not isinstance(node, dict):
         return
     if node.get("type") == "CONJUNCTION_AND":
@@ -113,23 +138,29 @@ def _limits(node: Any, params: Params, out: list[tuple[str | None, frozenset[str
         _add_limit(node["children"][0], node["children"][1:], params, out)
 
 
-def _add_limit(column: Any, values: list[Any], params: Params, out: list[tuple[str | None, frozenset[str]]]) -> None:
+def _add_limit(column: Any, values: list[Any], params: Params, out: list[_Limit]) -> None:
     names = [name.lower() for name in column.get("column_names", ())]
-    if column.get("type") != "COLUMN_REF" or not names or names[-1] != "run_id":
+    if column.get("type") != "COLUMN_REF" or not names or names[-1] not in _KINDS:
         return
     found = [_constant(value, params) for value in values]
-    if found and all(value is not None for value in found):
-        out.append((names[-2] if len(names) > 1 else None, frozenset(v for v in found if v is not None)))
+    if found and all(type(value) is _KINDS[names[-1]] for value in found):  # other types are cast: more may be equal
+        out.append(_Limit(names[-2] if len(names) > 1 else None, names[-1], frozenset(found)))
 
 
-def _constant(node: Any, params: Params) -> str | None:
+_KINDS: dict[str, type] = {"run_id": str, "sample_id": str, "step": int}
+
+
+def _constant(node: Any, params: Params) -> Any:
+    """The text or integer a node stands for, None for anything else."""
     if node.get("type") == "VALUE_CONSTANT":
-        text = (node.get("literal") or {}).get("text")
-        return text if isinstance(text, str) else None
+        literal = node.get("literal") or {}
+        kind, text = literal.get("kind"), literal.get("text")
+        if not isinstance(text, str):
+            return None
+        return text if kind == "STRING" else int(text) if kind == "INTEGER" else None
     if node.get("type") == "VALUE_PARAMETER" and params is not None:
         key = str(node.get("identifier"))
         if isinstance(params, dict):
-            return params.get(key) if isinstance(params.get(key), str) else None
-        value = params[int(key) - 1] if key.isdigit() and 0 < int(key) <= len(params) else None
-        return value if isinstance(value, str) else None
+            return params.get(key)
+        return params[int(key) - 1] if key.isdigit() and 0 < int(key) <= len(params) else None
     return None

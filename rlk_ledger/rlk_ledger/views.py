@@ -1,8 +1,9 @@
 """SQL over a ledger: DuckDB views, read-only, built from the segments the receipts say a query needs.
 
 A query is parsed first: only the views it names are built, only for the runs it is limited to (`run_id = ...` in its
-WHERE), and only from segments holding those event types. The connection can then neither reach files nor change its
-own settings. The same (writer, seq) shipped twice is shown once.
+WHERE), and only from segments holding those event types, and the samples (`sample_id = ...`) and steps it asks for.
+The connection can then neither reach files nor change its own settings. The same (writer, seq) shipped twice is shown
+once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import pyarrow as pa
 from rlk_ledger import event_tables, token_tables
 from rlk_ledger.history import History
 from rlk_ledger.ledger import Ledger
-from rlk_ledger.sql_scope import Params, scope
+from rlk_ledger.receipts import SAMPLE_TYPES
+from rlk_ledger.records import LIMIT
+from rlk_ledger.sql_scope import Params, Scope, scope
 from rlk_ledger_schemas.errors import UsageError
 
 EVENTS: dict[str, tuple[str, ...]] = {
@@ -46,7 +49,7 @@ def sql(ledger: Ledger, query: str, params: Params = None) -> duckdb.DuckDBPyRel
     Raises UsageError when the query is not one SELECT, names no known view or column, or lacks a parameter.
     """
     needed = scope(query, params)
-    connection = connect(ledger, None, frozenset()) if needed.listing else connect(ledger, needed.views, needed.runs)
+    connection = connect(ledger, None, frozenset()) if needed.listing else _connect(ledger, needed)
     try:
         return connection.sql(query, params=params) if params else connection.sql(query)
     except duckdb.Error as error:
@@ -66,24 +69,33 @@ def connect(
     ledger: Ledger, views: frozenset[str] | None = None, runs: frozenset[str] | None = None
 ) -> duckdb.DuckDBPyConnection:
     """A connection holding `views` (default all) of `runs` (default all), locked against files and settings."""
-    held = ledger.runs()
-    chosen = [run_id for run_id in held if runs is None or run_id in runs]
+    return _connect(ledger, Scope(frozenset(VIEWS) if views is None else views, runs))
+
+
+def _connect(ledger: Ledger, needed: Scope) -> duckdb.DuckDBPyConnection:
+    chosen = ledger.runs(needed.runs)
     connection = duckdb.connect(":memory:", config={"python_enable_replacements": "false"})
-    histories = _Histories(ledger, chosen)
+    histories = _Histories(ledger, chosen, needed)
     for name in VIEWS:
-        if views is None or name in views:
-            connection.register(name, _build(name, ledger, chosen, histories))
+        if name in needed.views:
+            connection.register(name, _build(name, ledger, chosen, histories, needed))
     connection.execute("set enable_external_access = false").fetchall()
     connection.execute("set lock_configuration = true").fetchall()
     return connection
 
 
 class _Histories:
-    """Histories of the chosen runs, loaded once when a token view first asks."""
+    """Histories of the chosen runs, loaded once when a token view first asks; of the wanted samples where they suffice.
 
-    def __init__(self, ledger: Ledger, runs: Sequence[str]) -> None:
+    A history of a sample holds all of its events and every fact about the run: its rows are those of the whole one.
+    """
+
+    def __init__(self, ledger: Ledger, runs: Sequence[str], needed: Scope) -> None:
+        views = needed.views & token_tables.BUILDERS.keys()
+        limited = views <= needed.samples.keys()
+        samples = frozenset[str]().union(*(needed.samples[name] for name in views)) if limited else None
         self._load: Callable[[str], History] = lambda run_id: History.from_events(
-            ledger.read_events(run_id, token_tables.NEEDS), run_id
+            ledger.read_events(run_id, token_tables.NEEDS, samples), run_id
         )
         self._runs = runs
         self._held: list[History] | None = None
@@ -94,14 +106,18 @@ class _Histories:
         return self._held
 
 
-def _build(name: str, ledger: Ledger, runs: Sequence[str], histories: _Histories) -> pa.Table:
+def _build(name: str, ledger: Ledger, runs: Sequence[str], histories: _Histories, needed: Scope) -> pa.Table:
     if name == "runs":
         return event_tables.runs_table(ledger, runs)
     if name == "events":
         return event_tables.events_table(ledger, runs)
     if name in token_tables.BUILDERS:
         return token_tables.BUILDERS[name](histories.all())
-    return event_tables.event_table(ledger, runs, EVENTS[name], arrays=name in _WITH_ARRAYS)
+    steps = needed.steps.get(name)
+    if steps is not None and not all(0 <= step < LIMIT for step in steps):
+        steps = None  # receipts do not say these
+    samples = needed.samples.get(name) if SAMPLE_TYPES.issuperset(EVENTS[name]) else None
+    return event_tables.event_table(ledger, runs, EVENTS[name], name in _WITH_ARRAYS, steps, samples)
 
 
 def _explained(error: duckdb.Error) -> str:
