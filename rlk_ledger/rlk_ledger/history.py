@@ -22,6 +22,8 @@ Event = tuple[str, int, dict[str, Any], dict[str, Array]]
 Span = tuple[str, int, int]
 
 _REPORT_EVERY = 500
+_GENERATIONS = 16
+"""Forks of forks that are followed to the process that opened the run."""
 _ASSIGNED = frozenset({"type", "schema_version", "wall_ns", "mono_ns", "run_id", "writer_id", "seq"})
 _SAMPLE_KNOWN = frozenset(
     {"sample_id", "attempt", "step", "rollout_id", "group_id", "prompt_id", "session_id", "token_digest"}
@@ -45,7 +47,8 @@ class Sample:
     """One sampled response. Arrays have one entry a response token; `dims` holds the other recorded plain values.
 
     `response_token_ids` is int32 (uint64 under hash redaction, empty under drop), `loss_mask` uint8.
-    `token_digest` and `mask_digest` are the recorded ones where the engine recorded them, else computed.
+    `token_digest` and `mask_digest` are the recorded ones where the engine recorded them, else computed. `token_key`
+    says how its tokens are redacted: ids under two of them do not compare.
     """
 
     sample_id: str
@@ -75,6 +78,7 @@ class Sample:
     dims: dict[str, Any]
     writer_id: str
     seq: int
+    token_key: str = "none"
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -110,6 +114,7 @@ class Score:
     writer_id: str
     seq: int
     mono_ns: int
+    token_key: str = "none"
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +140,7 @@ class History:
     contracts: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     redaction: str = "none"
+    token_keys: dict[str, str] = field(default_factory=dict)
     pruned: "Pruned | None" = None
 
     @classmethod
@@ -146,7 +152,19 @@ class History:
         for sample in history.samples:
             if sample.prompt_token_ids is None and sample.prompt_id is not None:
                 sample.prompt_token_ids = history.prompts.get(sample.prompt_id)
+        history._tell_keys()
         return history
+
+    def _tell_keys(self) -> None:
+        """Says of samples and scores how their tokens are redacted; a forked child's way is its parent's."""
+        rows: list[Sample | Score] = [*self.samples, *self.scores]
+        for row in rows:
+            writer: str | None = row.writer_id
+            for _ in range(_GENERATIONS):
+                if writer is None or writer in self.token_keys:
+                    break
+                writer = self.writers.get(writer, {}).get("parent_writer")
+            row.token_key = self.token_keys.get(writer or "", "none")
 
     def _add(self, writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, Array]) -> None:
         kind = fields["type"]
@@ -167,6 +185,8 @@ class History:
             self.contracts[fact.fields["contract_id"]] = fact.fields
         elif fact.type == "run.opened":
             self.redaction = fact.fields.get("redaction") or self.redaction
+            way = (fact.fields.get("redaction") or "none", fact.fields.get("redaction_key_id") or "")
+            self.token_keys[fact.writer_id] = " ".join(way).strip()
         elif fact.type == "prompt.recorded":
             own = as_numpy(fact.arrays["token_ids"]) if "token_ids" in fact.arrays else np.empty(0, np.int32)
             prefix = self.prompts.get(fact.fields.get("prefix_of") or "")

@@ -135,8 +135,9 @@ def _note(series: Series, sample: Sample, score: Score) -> None:
     series.versions.append(score.weight_version)
     if score.token_digest and sample.token_digest and _comparable(score.token_digest, sample.token_digest):
         series.token_differs |= score.token_digest != sample.token_digest
-    if score.token_ids is not None and len(sample.response_token_ids):
-        series.token_differs |= not np.array_equal(score.token_ids, sample.response_token_ids)
+    if score.token_ids is not None and len(sample.response_token_ids) and score.token_key == sample.token_key:
+        scored = sample.response_token_ids[score.start : score.start + len(score.token_ids)]
+        series.token_differs |= not np.array_equal(score.token_ids, scored)
     if score.mask_digest and _comparable(score.mask_digest, sample.mask_digest):
         series.mask_differs |= score.mask_digest != sample.mask_digest
 

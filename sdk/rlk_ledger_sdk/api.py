@@ -4,6 +4,7 @@
 """
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -11,10 +12,12 @@ from typing import Any, Unpack
 
 from rlk_ledger_schemas.errors import ConfigError, RlkError, UsageError
 from rlk_ledger_schemas.events import Event
+from rlk_ledger_schemas.fingerprints import token_digest
 from rlk_ledger_sdk.config import Options, check_options, load_config
 from rlk_ledger_sdk.durability import LEVELS
 from rlk_ledger_sdk.modes import OFF, Mode, disabled, exports, from_environment, in_force, load_mode, missing_exports
 from rlk_ledger_sdk.recorder import Recorder
+from rlk_ledger_sdk.redaction import Redaction
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 
 _log = logging.getLogger("rlk_ledger")
@@ -127,6 +130,16 @@ def mode() -> Mode:
     return from_environment() if _current is None else _current.mode
 
 
+def token_name(tokens: Any) -> str | None:
+    """A name of 16 hex digits for token ids, the same wherever they are the same; None under `redaction = drop`.
+
+    Without the key of `redaction = hash` nobody can tell whose tokens it stands for.
+    """
+    recorder = acting()
+    redaction = recorder.config.redaction if isinstance(recorder, Recorder) else Redaction("none")
+    return redaction.name_of(token_digest(tokens))
+
+
 def recording() -> bool:
     """Whether record() keeps anything in this process; decides it now where nothing has decided it yet."""
     return (_first_use() if _current is None else _current).enabled
@@ -159,7 +172,18 @@ def _open(url: str | os.PathLike[str] | None, options: Options, parent_writer: s
         role = config.writer_opened["role"]
         _export(dict(zip(_EXPORTED, (config.url, config.run_id, role, named, recorder.writer_id))))
         _export(exports(config.mode))
+        redaction = config.redaction
+        if redaction.mode != (os.environ.get("RLK_REDACTION") or "none"):  # a child must not let out what we do not
+            _export({"RLK_REDACTION": redaction.mode})
+        if redaction.mode != "none":
+            _say_redaction(redaction.text)
         return recorder
+
+
+@functools.cache
+def _say_redaction(text: str) -> None:
+    """Once a process, however often it opens a writer."""
+    _log.warning("redaction: %s", text)
 
 
 def _first_use() -> Recorder | Nothing:

@@ -21,6 +21,7 @@ def main(case: Path, ledger: str, spool: str) -> None:
     lines = [json.loads(line, object_hook=_floats) for line in text.splitlines()]
     opened = next(line for line in lines if line["type"] == "run.opened")
     shared = {name: opened[name] for name in _RUN_FIELDS if name in opened} | {"run_id": case.name}
+    shared |= {"redaction": os.environ["RLK_REDACTION"]} if "RLK_REDACTION" in os.environ else {}
     for writer in dict.fromkeys(line["writer"] for line in lines):
         child = os.fork()
         if child == 0:

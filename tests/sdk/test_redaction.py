@@ -10,6 +10,7 @@ from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_sdk import record
 from rlk_ledger_sdk.testing import read_spool
 
+KEY, OTHER = "correct horse battery", "staple correct horse"
 SECRET_TOKENS = [31337, 31338, 31337]
 
 
@@ -42,7 +43,7 @@ def bytes_of(recorder):
 
 @pytest.mark.parametrize("mode", ["hash", "drop"])
 def test_no_token_id_and_no_unkeyed_digest_reaches_the_disk(opened, monkeypatch, mode):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction=mode)
     sample()
     logprobs(token_ids=SECRET_TOKENS, token_digest=fingerprints.token_digest(SECRET_TOKENS))
@@ -50,7 +51,7 @@ def test_no_token_id_and_no_unkeyed_digest_reaches_the_disk(opened, monkeypatch,
     for token in (31337, 31338, 77777):
         assert struct.pack("<i", token) not in data
     assert fingerprints.token_digest(SECRET_TOKENS).encode() not in data
-    assert b"k1" not in data.replace(recorder.config.redaction.key_id.encode() if mode == "hash" else b"-", b"")
+    assert KEY.encode() not in data.replace(recorder.config.redaction.key_id.encode() if mode == "hash" else b"-", b"")
     assert sorted(stored(recorder)[0].arrays) == (
         ["loss_mask", "prompt_token_ids", "response_token_ids"] if mode == "hash" else ["loss_mask"]
     )
@@ -65,10 +66,10 @@ def test_none_changes_nothing(opened):
 
 
 def test_a_hashed_token_is_keyed_blake2b_of_position_and_id(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction="hash")
     sample()
-    raw = hashlib.blake2b(b"k1", digest_size=32, person=b"rlk-redact-key").digest()
+    raw = hashlib.blake2b(KEY.encode(), digest_size=32, person=b"rlk-redact-key").digest()
     expected = [
         int.from_bytes(hashlib.blake2b(struct.pack("<Qq", i, t), key=raw, digest_size=8).digest(), "little")
         for i, t in enumerate(SECRET_TOKENS)
@@ -77,7 +78,7 @@ def test_a_hashed_token_is_keyed_blake2b_of_position_and_id(opened, monkeypatch)
 
 
 def test_equal_tokens_of_both_sides_stay_equal_and_repeated_ones_are_hidden(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction="hash")
     sample()
     logprobs(token_ids=SECRET_TOKENS, token_digest=fingerprints.token_digest(SECRET_TOKENS))
@@ -90,7 +91,7 @@ def test_equal_tokens_of_both_sides_stay_equal_and_repeated_ones_are_hidden(open
 
 
 def test_ids_of_64_bits_are_hashed_one_by_one(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction="hash")
     wide = Array("uint64", struct.pack("<3Q", *SECRET_TOKENS[:2], 2**64 - 1))
     record("rollout.sample", sample_id="s", response_token_ids=SECRET_TOKENS, loss_mask=[1, 1, 1])
@@ -101,14 +102,14 @@ def test_ids_of_64_bits_are_hashed_one_by_one(opened, monkeypatch):
 
 
 def test_a_redaction_never_shows_its_key(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     config = opened(redaction="hash").config
     assert repr(config.redaction.key) not in repr(config)
 
 
 def test_another_key_gives_other_hashes(opened, monkeypatch):
     found = []
-    for key in ("k1", "k2"):
+    for key in (KEY, OTHER):
         monkeypatch.setenv("RLK_REDACTION_KEY", key)
         recorder = opened(redaction="hash")
         sample()
@@ -118,7 +119,7 @@ def test_another_key_gives_other_hashes(opened, monkeypatch):
 
 
 def test_the_header_and_the_run_name_the_redaction_and_its_key(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction="hash")
     image = read_spool(recorder.directory)
     assert (image.header.redaction, image.header.redaction_key_id) == ("hash", recorder.config.redaction.key_id)
@@ -126,7 +127,7 @@ def test_the_header_and_the_run_name_the_redaction_and_its_key(opened, monkeypat
 
 
 def test_values_masks_and_other_digests_stay(opened, monkeypatch):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction="hash")
     sample()
     logprobs()
@@ -138,7 +139,7 @@ def test_values_masks_and_other_digests_stay(opened, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["hash", "drop"])
 def test_the_gap_of_a_refused_event_holds_no_token_id(opened, monkeypatch, mode):
-    monkeypatch.setenv("RLK_REDACTION_KEY", "k1")
+    monkeypatch.setenv("RLK_REDACTION_KEY", KEY)
     recorder = opened(redaction=mode, on_error="warn")
     record("rollout.sample", sample_id="s", response_token_ids=[1, 5000000031337], loss_mask=[1, 1])
     (gap,) = stored(recorder)

@@ -25,6 +25,7 @@ def detect(view: View) -> Iterable[Finding]:
         yield _masks(source, samples)
     yield from _own_digests(view)
     yield from _remasked(view)
+    yield from _keys(view)
     if view.pairing.ambiguous:
         ids = view.pairing.ambiguous
         yield Finding("samples.ambiguous", {"samples": len(ids), "sample_id": ids[0]}, {"sample_ids": ids[:20]})
@@ -94,6 +95,18 @@ def _remasked(view: View) -> Iterable[Finding]:
         where = {"source": "rollout", "samples": len(rows), "sample_id": rows[0].sample_id}
         evidence = {"reason": "one sample was recorded twice, with two loss masks; the first one was used"}
         yield Finding("mask.differs", where, evidence | {"sample_ids": [s.sample_id for s in rows[:20]]})
+
+
+def _keys(view: View) -> Iterable[Finding]:
+    """Processes of one run that redact in different ways: what they recorded of tokens was not compared."""
+    keys = sorted({s.token_key for s in view.history.samples} | {s.token_key for s in view.history.scores})
+    if len(keys) > 1:
+        yield Finding(
+            "evidence.incomplete",
+            {"field": "redaction", "ways": keys},
+            {"reason": "processes redact in different ways, or with different keys: equal tokens look different"},
+            "Give every process of a run one redaction, and every one that hashes the same RLK_REDACTION_KEY.",
+        )
 
 
 def _differs(recorded: str, own: str) -> bool:

@@ -174,13 +174,20 @@ class _Ends:
             yield finding("writer.open", run, "it has not closed: more may come", writer=writer_id)
 
 
+_CONSEQUENCE = {
+    "roles": "only those are expected",
+    "redaction": "its events are as it declared",
+    "redaction_key_id": "its tokens do not compare with those of the others",
+}
+
+
 def _redeclared(events: _Reader, run_id: str, info: RunInfo | None) -> Iterator[Finding]:
-    """Processes whose `run.opened` declares other roles or another redaction than run.json holds."""
+    """Processes whose `run.opened` declares other roles, another redaction or another key than run.json holds."""
     said: dict[str, str] = {}
     for fields in events.events("run.opened"):
-        for name in ("roles", "redaction"):
+        for name in ("roles", "redaction", "redaction_key_id"):
             if info is not None and name in fields and fields[name] != getattr(info, name):
-                consequence = "only those are expected" if name == "roles" else "its events are as it declared"
+                consequence = _CONSEQUENCE[name]
                 declared = f"it declared {name} {fields[name]!r}, run.json holds {getattr(info, name)!r}"
                 said.setdefault(f"{declared}: {consequence}", str(fields.get("writer_id")))
     for text, writer_id in sorted(said.items()):

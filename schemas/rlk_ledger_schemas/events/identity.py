@@ -66,6 +66,7 @@ class RunOpened(Event, frozen=True, kw_only=True):
     redaction: Literal["none", "hash", "drop"] | None = None
     lineage: Free | None = None
     sampling_policy: Free | None = None
+    redaction_key_id: Annotated[str, Meta(description="of the key this process hashes tokens with")] | None = None
 
 
 @register

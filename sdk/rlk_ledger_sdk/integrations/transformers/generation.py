@@ -138,7 +138,7 @@ def record_generation(
     contract_id: str,
     layout_id: str | None = None,
     weight_version: str | None = None,
-    group_ids: Sequence[str] | None = None,
+    group_ids: Sequence[str | None] | None = None,
     dtype: str | None = None,
     per_sample: Mapping[str, Sequence[Any]] | None = None,
     **fields: Any,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlk_ledger_schemas.errors import UsageError
-from rlk_ledger_schemas.fingerprints import token_digest
-from rlk_ledger_sdk.api import record, recording
+from rlk_ledger_sdk.api import record, recording, token_name
 from rlk_ledger_sdk.declared import declare
 from rlk_ledger_sdk.guard import guarded
 from rlk_ledger_sdk.integrations.transformers import (
@@ -170,7 +169,7 @@ class Watched:
             contract_id=declare("logprob", body),
             layout_id=f"rollout-{step}-{rank}",
             weight_version=self._attached.weight_version,
-            group_ids=[f"{step}-{token_digest(prompt)[7:23]}" for prompt in prompts],
+            group_ids=[f"{step}-{name}" if (name := token_name(prompt)) else None for prompt in prompts],
             dtype=body.get("logits_dtype"),
             per_sample={
                 "loss_mask": [losses[i, : len(g.tokens)].tolist() for i, g in enumerate(generation.rows)],
