@@ -127,6 +127,7 @@ def load_config(
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     address = _url(url)
     redaction = Redaction.load(run["redaction"], env("RLK_REDACTION_KEY"))
+    run["redaction_key_id"] = redaction.key_id
     if address.startswith("memory://") and shipper == "process":
         raise ConfigError(f"init: {address} lives in one process only; pass shipper='inline', or use a directory.")
     return Config(
@@ -141,7 +142,7 @@ def load_config(
         exit_s=_number("exit_s", None, "RLK_EXIT_S", DEFAULT_EXIT_S, 0),
         on_error=choice("on_error", on_error, ("raise", "warn")),  # type: ignore[arg-type]
         mode=mode,
-        run_opened=redaction.fields("run.opened", _checked("run.opened", {**run, "redaction_key_id": redaction.key_id})),
+        run_opened=redaction.fields("run.opened", _checked("run.opened", run)),
         writer_opened=_redacted(redaction, _checked("writer.opened", writer), get("environment")),
     )
 

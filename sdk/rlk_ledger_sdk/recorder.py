@@ -359,8 +359,9 @@ class Recorder:
             try:
                 reference.seq = self._append(name, wire, arrays).seq
             except Exception as error:  # the call that was interrupted is not the one that failed
-                self._warn("internal", name, f"record({name!r}) from a signal handler failed: {error}")
-                self._gap("internal", f"{type(error).__name__}: {error}", name)
+                kind = type(error).__name__
+                self._warn("internal", name, f"record({name!r}) from a signal handler failed: {kind}: {error}")
+                self._gap("internal", kind if self._redacts else f"{kind}: {error}", name)
         if self._file_number != self._spool.number:
             self._file_number = self._spool.number
             self._durability.ensure_shipper()
@@ -370,16 +371,22 @@ class Recorder:
         if self.config.on_error == "raise":
             raise error
         name = event if isinstance(event, str) else type(event).__name__
-        kind = re.sub(r"\d+|'[^']*'", "_", str(error))[:200]  # without values, which may be token ids
-        self._warn(f"rejected {name}", kind, f"record({name!r}) was refused and a gap event says so: {error}")
-        return self._gap("rejected", kind if self._redacts else str(error), name)
+        reason = str(error)
+        if self._redacts:
+            reason, name = self.config.redaction.refusal(name, error)
+        kind = re.sub(r"\d+|'[^']*'", "_", reason)[:200]  # one mistake may show with many values
+        self._warn(f"rejected {name}", kind, f"record({name!r}) was refused and a gap event says so: {reason}")
+        return self._gap("rejected", reason, name)
 
     def failed(self, event: Any, error: Exception) -> Reference:
         """An error of the recorder or an integration: never into the job, into the ledger, and raised under tests."""
         name = event if isinstance(event, str) else type(event).__name__
         kind = type(error).__name__
-        self._warn("internal", f"{name} {kind}", f"record({name!r}) failed inside the recorder: {kind}: {error}")
-        reference = self._gap("internal", kind if self._redacts else f"{kind}: {error}", name)
+        reason = f"{kind}: {error}"
+        if self._redacts:
+            reason, name = self.config.redaction.refusal(name, error)
+        self._warn("internal", f"{name} {kind}", f"record({name!r}) failed inside the recorder: {reason}")
+        reference = self._gap("internal", reason, name)
         if self.config.on_error == "raise":
             raise error
         return reference
