@@ -1,7 +1,5 @@
 """Checks a proof bundle of `rlk-ledger prove` offline. It needs nothing but Python: copy this one file anywhere.
-
     python -I -S check_proof.py BUNDLE [--key VKEY|FILE]... [--checkpoint NOTE]
-
 Exit codes: 0 proved, as far as is printed; 1 not proved; 2 a wrong call. After RFC 6962 (trees), RFC 8032 (Ed25519),
 c2sp.org/signed-note, c2sp.org/tlog-checkpoint and, for events, receipts and bundles, rlk_ledger/README.md.
 """
@@ -34,13 +32,14 @@ def add(p, q):
     c, d = 2 * D * p[3] * q[3], 2 * p[2] * q[2]
     return (b - a) * (d - c) % P, (d + c) * (b + a) % P, (d - c) * (d + c) % P, (b - a) * (b + a) % P
 def times(n, p):
-    return add(times(n >> 1, add(p, p)), p if n & 1 else (0, 1, 1, 0)) if n else (0, 1, 1, 0)
+    rest = times(n >> 1, add(p, p)) if n > 1 else (0, 1, 1, 0)
+    return add(rest, p) if n & 1 else rest
 def signed(public, message, signature):  # whether it is that of `message` by the key `public`
+    if len(public) != 32 or len(signature) != 64: return False
     key, s = point(public), int.from_bytes(signature[32:], "little")
     h = int.from_bytes(hashlib.sha512(signature[:32] + public + message).digest(), "little") % L
     p, q = times(s, point(b"\x58" + b"\x66" * 31)), add(point(signature[:32]), times(h, key))
-    same = (p[0] * q[2] - q[0] * p[2]) % P == 0 == (p[1] * q[2] - q[1] * p[2]) % P
-    return same and s < L and len(public) == 32 and len(signature) == 64 and times(8, key)[0] != 0
+    return (p[0] * q[2] - q[0] * p[2]) % P == 0 == (p[1] * q[2] - q[1] * p[2]) % P and s < L and times(8, key)[0] != 0
 # -- trees as RFC 6962 section 2.1 defines them, read from the root down; a path is a list of hashes
 def climb(leaf, i, n, path):  # the root that `path` gives when `leaf` is number i of n
     need(type(i) is type(n) is int and 0 <= i < n and (n > 1) == bool(path), f"the path is not of entry {i} of {n}")
@@ -81,10 +80,9 @@ def event_leaf(envelope, arrays):
         parts += [struct.pack("<Q", array["n"]), content]
     return sha256(*parts)
 def with_self(line, head="", end=""):  # what canonical JSON holds whose `self` is the SHA-256 of head, the rest and end
-    found, rest = json.loads(line), json.loads(line)
-    claimed = rest.pop("self")
+    found, rest = json.loads(line), {key: value for key, value in json.loads(line).items() if key != "self"}
     whole, rest = (json.dumps(x, sort_keys=True, separators=(",", ":"), ensure_ascii=False) for x in (found, rest))
-    need(whole == line and claimed[7:] == sha256((head + rest + end).encode()).hex(), f"it was changed: {line[:60]}...")
+    need(whole == line and found["self"] == f"sha256:{sha256((head + rest + end).encode()).hex()}", "its `self` is wrong")
     return found
 def read_note(text):  # (what signatures are over, origin, size, root, last line, signature lines) of a checkpoint
     body, _, end = text.rpartition("\n\n")
@@ -92,6 +90,12 @@ def read_note(text):  # (what signatures are over, origin, size, root, last line
     good = len(lines) > 2 and all(lines) and end[-1:] in ("", "\n") and text.replace("\n", "").isprintable()
     need(good and str(int(lines[1])) == lines[1], "the checkpoint is no signed note")
     return body + "\n", lines[0], int(lines[1]), b64(lines[2], 32), lines[-1], end.split("\n")[:-1]
+def check_signatures(text, lines, vkeys):  # refuses unless each of `vkeys` signed, and nothing wrong
+    pairs = [line.removeprefix("— ").split(" ") for line in lines]
+    for vkey in vkeys:
+        key = b64(vkey.split("+", 2)[2], 33)
+        mine = [b64(raw)[4:] for name, raw in pairs if b64(raw)[:4] == sha256(name.encode(), b"\n", key)[:4]]
+        need(mine and all(key[0] == 1 and signed(key[1:], text.encode(), x) for x in mine), f"not signed by {vkey}")
 def follow(bundle, receipt):  # the event's fields, when the receipt's root covers it; None when it holds no event
     event, named = bundle["event"], (receipt["run_id"], bundle["writer_id"], bundle["seq"])
     if event is None:
@@ -100,9 +104,9 @@ def follow(bundle, receipt):  # the event's fields, when the receipt's root cove
     envelope = b64(event["envelope"])
     said, end = unpack(envelope)
     need(end == len(envelope) and (said["run_id"], said["writer_id"], said["seq"]) == named, "it is another event")
-    leaf = event_leaf(envelope, event["arrays"])
-    root = climb(leaf, event["index"], receipt["segment"]["rows"], event["path"])
-    need(b64(event["leaf"]) == leaf and receipt["root"] == "sha256:" + root.hex(), "the event is not under the receipt")
+    leaf = b64(event["leaf"])
+    root = "sha256:" + climb(leaf, event["index"], receipt["segment"]["rows"], event["path"]).hex()
+    need(leaf == event_leaf(envelope, event["arrays"]) and root == receipt["root"], "the receipt has no such event")
     return said
 def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text; raises ValueError when nothing is
     names = {"kind", "format", "writer_id", "seq", "event", "receipt", "log", "checkpoint", "since"}
@@ -113,11 +117,8 @@ def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text;
     need(origin == f"rlk-ledger/{receipt['ledger_id']}/{receipt['run_id']}", "receipt and checkpoint are of two logs")
     said, leaf = follow(bundle, receipt), sha256(b"\0", bundle["receipt"].encode())
     need(climb(leaf, log["index"], size, log["path"]) == root, "the receipt is not under the checkpoint")
-    roots, pairs = {size: root}, [line.removeprefix("— ").split(" ") for line in signatures]
-    for vkey in vkeys:
-        key = b64(vkey.split("+", 2)[2], 33)
-        mine = [b64(raw)[4:] for name, raw in pairs if b64(raw)[:4] == sha256(name.encode(), b"\n", key)[:4]]
-        need(mine and all(key[0] == 1 and signed(key[1:], text.encode(), x) for x in mine), f"not signed by {vkey}")
+    check_signatures(text, signatures, vkeys)
+    roots = {size: root}
     if since is not None:
         roots[since["size"]] = old = b64(since["root"], 32)
         need(prefix(since["size"], size, since["path"], old) == (old, root), "it does not continue the older one")
@@ -125,9 +126,8 @@ def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text;
         _, kept_origin, kept_size, kept_root, _, _ = read_note(kept)
         need(kept_origin == origin and roots.get(kept_size) == kept_root, "it does not continue the one you kept")
         need(vkeys or log["index"] < kept_size, "the checkpoint you kept is older than the event; give --key as well")
-    shown = {key: value for key, value in (said or {}).items() if type(value) in (str, int, float)}
     proved = f"""proved: event {bundle["seq"]} of writer {bundle["writer_id"]} of run {receipt["run_id"]}
-  it says: {json.dumps(shown) if said else "(not in this bundle: its segment is gone; its receipt names the event)"}
+  it says: {json.dumps(said, default=repr) if said else "(its segment is gone; its receipt names it)"}
   its receipt is number {log["index"]} of {size} in the log {origin}
   under the root {base64.b64encode(root).decode()}"""
     trust = [f"signed by {vkey}" for vkey in vkeys] + ["in one history with the one you kept"] * (kept is not None)

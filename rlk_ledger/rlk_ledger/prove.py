@@ -27,7 +27,6 @@ from rlk_ledger_schemas.codec import leaf_hash
 from rlk_ledger_schemas.errors import FormatError, LedgerError, UsageError
 from rlk_ledger_schemas.fingerprints import sha256
 from rlk_ledger_schemas.objects import Receipt, decode_receipt
-from rlk_ledger_schemas.samples import PRINT_BYTES, decode_samples, sample_print
 
 KIND, FORMAT = "rlk-ledger proof", 1
 
@@ -151,11 +150,8 @@ def encode_bundle(bundle: Bundle) -> bytes:
 
 def find_sample(run: Run, sample_id: str) -> Iterator[tuple[EventName, str]]:
     """Name and type of every event of a sample, each once, in the order of receipts; pruned ones are not found."""
-    wanted, seen = sample_print(sample_id), set()
-    for segment in run.segments():
-        prints = segment.receipt.samples
-        if prints is not None and not _among(wanted, decode_samples(prints)):
-            continue
+    seen = set()
+    for segment in run.segments(samples=[sample_id]):
         try:
             table = read_segment(run.store.read(segment.path))
         except Missing:
@@ -168,13 +164,6 @@ def find_sample(run: Run, sample_id: str) -> Iterator[tuple[EventName, str]]:
             if name not in seen:
                 seen.add(name)
                 yield name, row["type"]
-
-
-def _among(wanted: bytes, prints: bytes) -> bool:
-    at = prints.find(wanted)
-    while at >= 0 and at % PRINT_BYTES:
-        at = prints.find(wanted, at + 1)
-    return at >= 0
 
 
 def _writer(run: Run, start: str) -> str:

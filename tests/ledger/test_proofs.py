@@ -1,0 +1,691 @@
+"""Proof bundles: what is exported holds, and the script of 150 lines refuses everything else."""
+
+import base64
+import copy
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import check_proof
+import msgspec
+import pytest
+
+from rlk_ledger import checkpoints, cli, signing
+from rlk_ledger.build import build, event
+from rlk_ledger.ledger import Ledger, open_ledger
+from rlk_ledger.prove import Diverged, NotCovered, encode_bundle, find_sample, parse_event, prove
+from rlk_ledger.records import Record
+from rlk_ledger_schemas.arrays import Array
+from rlk_ledger_schemas.checkpoints import decode_checkpoint
+from rlk_ledger_schemas.codec import decode_envelope, leaf_hash
+from rlk_ledger_schemas.errors import LedgerError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "check_proof.py"
+RUN = "r1"
+A, B, C = "0a" * 16, "0b" * 16, "0c" * 16
+ORDER = 2**252 + 27742317777372353535851937790883648493
+
+
+def life(writer: str, samples: int = 6) -> list[Record]:
+    """A writer's life: opened, samples with arrays of several dtypes, closed."""
+    out = [event(RUN, writer, 0, "writer.opened", role="rollout", rank=0, world_size=1)]
+    for seq in range(1, samples + 1):
+        fields = {"sample_id": f"{writer[:2]}-{seq}", "response_token_ids": [seq, 2, 3], "loss_mask": [1, 0, 1]}
+        out.append(event(RUN, writer, seq, "rollout.sample", step=seq, reward=-1.5, **fields))
+    return [*out, event(RUN, writer, samples + 1, "writer.closed", reason="done")]
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory) -> signing.Signer:
+    return signing.new_key(tmp_path_factory.mktemp("key") / "key.pem")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """Five receipts: two chains, of which the first has four segments."""
+    url = str(tmp_path / "l")
+    build(url, RUN, life(A) + life(B), per_segment=4)
+    return build(url, RUN, life(C, 1))
+
+
+def cover(ledger: Ledger, signer: signing.Signer | None = None):
+    ledger.forget(RUN)
+    return checkpoints.make(ledger.store, RUN, signer)
+
+
+def exported(ledger: Ledger, writer: str, seq: int, **options) -> dict:
+    ledger.forget(RUN)
+    return json.loads(encode_bundle(prove(ledger.run(RUN), writer, seq, **options)))
+
+
+def refused(document: dict, *arguments) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is, the script says "not proved"
+        check_proof.check(document, *arguments)
+    return str(caught.value)
+
+
+# -- what is exported holds ------------------------------------------------------------------------------------------
+
+
+def test_every_event_of_a_ledger_is_proved(ledger: Ledger, signer) -> None:
+    cover(ledger, signer)
+    seen = set()
+    for record in open_ledger(ledger.url).run(RUN).records():
+        document = exported(ledger, record.writer_id, record.seq)
+        text = check_proof.check(document, [signer.vkey()])
+        assert f"event {record.seq} of writer {record.writer_id} of run {RUN}" in text
+        assert f"signed by {signer.vkey()}" in text
+        envelope = base64.b64decode(document["event"]["envelope"])
+        assert envelope == record.envelope
+        assert base64.b64decode(document["event"]["leaf"]) == record.leaf
+        seen.add((record.writer_id, record.seq))
+    assert len(seen) == 19
+
+
+def test_without_its_arrays_an_event_is_proved_by_their_digests(ledger: Ledger) -> None:
+    cover(ledger)
+    document = exported(ledger, A, 3, arrays=False)
+    assert [set(array) for array in document["event"]["arrays"]] == [{"name", "dtype", "n", "sha256"}] * 2
+    assert "event 3" in check_proof.check(document)
+    assert "response_token_ids" in json.dumps(document)
+    whole = exported(ledger, A, 3)["event"]["arrays"]
+    for array, digest in zip(whole, document["event"]["arrays"]):
+        assert hashlib.sha256(base64.b64decode(array["data"])).digest() == base64.b64decode(digest["sha256"])
+
+
+def test_an_event_no_checkpoint_covers_yet_is_said_to_be_so(ledger: Ledger) -> None:
+    with pytest.raises(NotCovered, match=r"receipt 0 of shipper .*, which no checkpoint covers yet"):
+        prove(ledger.run(RUN), A, 3)
+    cover(ledger)
+    build(ledger.url, RUN, life("0d" * 16))
+    ledger.forget(RUN)
+    with pytest.raises(NotCovered):
+        prove(ledger.run(RUN), "0d", 3)
+    assert "event 3" in check_proof.check(exported(ledger, A, 3))
+
+
+def test_what_is_not_there_is_named(ledger: Ledger) -> None:
+    cover(ledger)
+    with pytest.raises(LedgerError, match="holds no event 99 of writer"):
+        prove(ledger.run(RUN), A, 99)
+    with pytest.raises(LedgerError, match="has no writer 'ee'"):
+        prove(ledger.run(RUN), "ee", 1)
+    with pytest.raises(UsageError, match="3 writers of run 'r1' begin with '0'"):
+        prove(ledger.run(RUN), "0", 1)
+    for text in ("r1", "r1/0a", "r1/0a/x", "r1//1", "a/b/c/1", "r1/0a/-1", "r1/0a/²"):
+        with pytest.raises(UsageError, match="names no event"):
+            parse_event(text)
+    assert parse_event("r1/0a/007")[1:] == ("0a", 7)
+
+
+def test_a_hand_over_is_proved_from_the_receipt_that_is_covered(ledger: Ledger) -> None:
+    """The same event in two receipts: one covered, one not, and the covered one's segment may be gone."""
+    cover(ledger)
+    build(ledger.url, RUN, life(A)[2:5])
+    document = exported(ledger, A, 3)
+    assert json.loads(document["receipt"])["n"] == 0
+    cover(ledger)
+    segment = json.loads(document["receipt"])["segment"]["name"]
+    (Path(ledger.url) / "runs" / RUN / segment).unlink()
+    other = exported(ledger, A, 3)
+    assert other["receipt"] != document["receipt"]
+    assert other["event"]["envelope"] == document["event"]["envelope"]
+    assert "event 3" in check_proof.check(other)
+
+
+def test_an_event_whose_segment_is_gone_proves_its_receipt_and_says_so(ledger: Ledger, signer) -> None:
+    cover(ledger, signer)
+    segment = json.loads(exported(ledger, A, 3)["receipt"])["segment"]["name"]
+    (Path(ledger.url) / "runs" / RUN / segment).unlink()
+    document = exported(ledger, A, 3)
+    assert document["event"] is None
+    assert "its segment is gone" in check_proof.check(document, [signer.vkey()])
+    for change in ({"seq": 7}, {"seq": 4}, {"writer_id": B}, {"seq": "3"}, {"seq": None}):
+        refused({**document, **change})
+
+
+def test_a_redacted_event_proves_what_was_recorded(tmp_path: Path) -> None:
+    url = str(tmp_path / "l")
+    tokens = Array("uint64", b"".join(i.to_bytes(8, "little") for i in (2**63, 7, 1)))
+    fields = {"sample_id": "s", "response_token_ids": tokens, "loss_mask": [1, 0, 1]}
+    record = event(RUN, A, 0, "rollout.sample", **fields)
+    ledger = build(url, RUN, [record], redaction="hash")
+    cover(ledger)
+    document = exported(ledger, A, 0)
+    assert {a["name"]: a["dtype"] for a in document["event"]["arrays"]}["response_token_ids"] == "uint64"
+    assert "event 0" in check_proof.check(document)
+
+
+def test_a_ledger_that_contradicts_itself_exports_nothing(ledger: Ledger) -> None:
+    cover(ledger)
+    receipt = json.loads(exported(ledger, A, 3)["receipt"])
+    path = Path(ledger.url) / "runs" / RUN / "receipt" / receipt["shipper"] / "00000000.json"
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b'"wall_us":', b'"wall_us":1'))
+    with pytest.raises(LedgerError, match=f"rlk-ledger verify {RUN}"):
+        exported(ledger, A, 3)
+    path.write_bytes(good)
+    segment = Path(ledger.url) / "runs" / RUN / receipt["segment"]["name"]
+    data = segment.read_bytes()
+    segment.write_bytes(data[:100] + bytes((data[100] ^ 1,)) + data[101:])
+    with pytest.raises(LedgerError, match="not those its receipt describes"):
+        exported(ledger, A, 3)
+
+
+# -- older checkpoints -----------------------------------------------------------------------------------------------
+
+
+def grown(ledger: Ledger, signer=None, times: int = 3) -> list:
+    """Checkpoints as the ledger grows."""
+    out = [cover(ledger, signer)]
+    for i in range(1, times):
+        build(ledger.url, RUN, life(f"{i:02x}" * 16, 2), per_segment=2)
+        out.append(cover(ledger, signer))
+    return out
+
+
+def test_a_checkpoint_kept_elsewhere_is_tied_to_the_newest(ledger: Ledger) -> None:
+    made = grown(ledger, times=4)
+    for kept in made:
+        document = exported(ledger, A, 3, since=kept)
+        assert (document["since"] is None) == (kept is made[-1])
+        text = check_proof.check(document, (), kept.data.decode())
+        assert "in one history with the one you kept" in text
+        assert "UNSIGNED" not in text
+        plain = "\n".join(kept.data.decode().split("\n")[:3]) + "\n\n"
+        assert check_proof.check(document, (), plain) == text, "a kept checkpoint is known by its size and root"
+    assert "does not continue the one you kept" in refused(exported(ledger, A, 3), (), made[0].data.decode())
+    assert "does not continue the one you kept" in refused(
+        exported(ledger, A, 3, since=made[0]), (), made[1].data.decode()
+    )
+
+
+def test_a_kept_checkpoint_vouches_for_nothing_that_came_after_it(ledger: Ledger, signer) -> None:
+    made = grown(ledger, signer)
+    writer = "02" * 16
+    document = exported(ledger, writer, 1, since=made[0])
+    assert "older than the event" in refused(document, (), made[0].data.decode())
+    assert "signed by" in check_proof.check(document, [signer.vkey()], made[0].data.decode())
+    assert "one history" in check_proof.check(exported(ledger, writer, 1), (), made[-1].data.decode())
+
+
+def test_a_history_that_was_rewritten_is_not_tied_to_the_old_one(ledger: Ledger, tmp_path: Path) -> None:
+    kept = cover(ledger)
+    info = json.loads((Path(ledger.url) / "ledger.json").read_bytes())
+    url = str(tmp_path / "forged")
+    build(url, RUN, life(A) + life(B), per_segment=8)
+    forged = open_ledger(url)
+    cover(forged)
+    with pytest.raises(UsageError, match="--since: that checkpoint is of rlk-ledger/"):
+        exported(forged, A, 3, since=kept)
+    assert forged.info.ledger_id != info["ledger_id"]
+    moved = kept._replace(origin=checkpoints.origin(forged.info.ledger_id, RUN))
+    with pytest.raises(Diverged, match="its history was rewritten or cut"):
+        exported(forged, A, 3, since=moved)
+
+
+# -- the script: every changed bit -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def signed(ledger: Ledger, signer) -> tuple[bytes, list[str], str]:
+    """A bundle's bytes with everything in it, the key, and a checkpoint kept elsewhere."""
+    kept = grown(ledger, signer, 2)[0]
+    data = encode_bundle(prove(open_ledger(ledger.url).run(RUN), A, 5, since=kept))
+    return data, [signer.vkey()], kept.data.decode()
+
+
+def holds(data: bytes, vkeys=(), kept=None) -> bool:
+    try:
+        check_proof.check(json.loads(data), vkeys, kept)
+    except Exception:
+        return False
+    return True
+
+
+def test_every_single_flipped_bit_of_a_signed_bundle_is_refused(signed) -> None:
+    data, vkeys, kept = signed
+    document = json.loads(data)
+    assert holds(data, vkeys, kept)
+    slow, odd = [], []
+    for i in range(len(data) * 8):
+        changed = bytearray(data)
+        changed[i // 8] ^= 1 << (i % 8)
+        try:
+            same = json.loads(bytes(changed)) == document
+        except ValueError:
+            continue  # no JSON any more: refused
+        if same or not holds(bytes(changed)):  # the cheap checks first: without a key
+            odd += [i] if same else []
+        else:
+            slow.append(i)
+    assert odd == [], "every byte of the file means something"
+    lines = [i for i in slow if holds(_flipped(data, i), vkeys, kept)]
+    assert lines == []
+    assert 200 < len(slow) < 2000, "what only the signature covers: the signature line itself"
+
+
+def _flipped(data: bytes, i: int) -> bytes:
+    changed = bytearray(data)
+    changed[i // 8] ^= 1 << (i % 8)
+    return bytes(changed)
+
+
+def test_every_single_flipped_bit_of_an_unsigned_bundle_is_refused(ledger: Ledger) -> None:
+    """Without a signature the bundle still is one whole: the checkpoint's `self` covers its text."""
+    cover(ledger)
+    for options in ({}, {"arrays": False}):
+        data = encode_bundle(prove(open_ledger(ledger.url).run(RUN), A, 5, **options))
+        assert holds(data)
+        assert [i for i in range(len(data) * 8) if holds(_flipped(data, i))] == []
+
+
+def test_every_flipped_bit_of_the_kept_checkpoint_and_of_the_key_is_refused(signed) -> None:
+    """Of the checkpoint what counts: origin, size and root. A changed key is no key, or another one."""
+    data, vkeys, kept = signed
+    document = json.loads(data)
+    head = len("\n".join(kept.split("\n")[:3]).encode())
+    for i in range(head * 8):
+        changed = _flipped(kept.encode(), i).decode(errors="replace")
+        assert refused(document, (), changed), f"bit {i}"
+    name = vkeys[0].index("+") + 10
+    for i in range(name * 8, len(vkeys[0]) * 8):
+        changed = _flipped(vkeys[0].encode(), i).decode(errors="replace")
+        assert refused(document, [changed]), f"bit {i}"
+
+
+def test_parts_of_two_bundles_make_no_bundle(ledger: Ledger) -> None:
+    cover(ledger)
+    one, two = exported(ledger, A, 2), exported(ledger, B, 5)
+    checked = 0
+    for mask in range(1, 2 ** len(one) - 1):
+        mixed = {key: (two if mask >> i & 1 else one)[key] for i, key in enumerate(one)}
+        if mixed not in (one, two):
+            refused(mixed)
+            checked += 1
+    assert checked > 300
+    event_parts = one["event"].keys()
+    for key in event_parts:
+        mixed = copy.deepcopy(one)
+        mixed["event"][key] = two["event"][key]
+        if mixed != one:
+            refused(mixed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"log": {"index": True, "path": []}},
+        {"log": {"index": 10**40, "path": []}},
+        {"log": {"index": 0, "path": ["A" * 44] * 5000}},
+        {"log": {"index": 0.0, "path": []}},
+        {"log": {"index": -1, "path": []}},
+        {"since": {}},
+        {"since": {"size": 2**4000, "root": "AA==", "path": []}},
+        {"since": 3},
+        {"receipt": "{}"},
+        {"receipt": None},
+        {"receipt": "[" * 100_000},
+        {"checkpoint": ""},
+        {"checkpoint": "\n\n"},
+        {"checkpoint": "a\n٣\nb\n\n"},
+        {"event": {}},
+        {"event": []},
+        {"kind": "something else"},
+        {"format": 2},
+        {"more": 1},
+    ],
+)
+def test_hostile_shapes_are_refused_in_one_sentence(ledger: Ledger, tmp_path: Path, change: dict) -> None:
+    cover(ledger)
+    path = tmp_path / "bundle.json"
+    path.write_text(json.dumps({**exported(ledger, A, 3), **change}))
+    done = script(path)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("not proved: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# -- the script as a program -----------------------------------------------------------------------------------------
+
+
+def script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-S", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
+
+
+def test_the_script_is_at_most_150_lines_of_the_standard_library() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+    assert "rlk_ledger" not in "".join(line for line in lines if "import" in line)
+
+
+def test_the_script_runs_alone_and_its_exit_codes_are_those_it_names(signed, tmp_path: Path, signer) -> None:
+    data, (vkey,), kept = signed
+    bundle, note, key = tmp_path / "b.json", tmp_path / "kept", tmp_path / "key.txt"
+    bundle.write_bytes(data)
+    note.write_text(kept)
+    key.write_text(vkey + "\n")
+    done = script(bundle, "--key", vkey, "--checkpoint", note)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "signed by" in done.stdout
+    assert "one history" in done.stdout
+    assert "not proved: that what was recorded is true" in done.stdout
+    assert script(bundle, "--key", key).returncode == 0
+    alone = script(bundle)
+    assert alone.returncode == 0
+    assert "UNSIGNED as far as you asked: only as good as this copy of the checkpoint" in alone.stdout
+    stranger = signing.new_key(tmp_path / "other.pem").vkey()
+    assert script(bundle, "--key", stranger).returncode == 1
+    assert script(bundle, "--key", vkey, "--key", stranger).returncode == 1, "each key that is given has to have signed"
+    bundle.write_bytes(data.replace(b'"seq": 5', b'"seq": 6'))
+    assert script(bundle).returncode == 1
+    for wrong in (["nothing.json"], [], [bundle, "--frobnicate"], [note], [bundle, "--checkpoint", "nothing"]):
+        assert script(*wrong).returncode == 2, wrong
+
+
+# -- published vectors -----------------------------------------------------------------------------------------------
+
+# RFC 8032 section 7.1: public key, message, signature
+RFC_8032 = [
+    (
+        "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
+        "",
+        "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e06522490155"
+        "5fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b",
+    ),
+    (
+        "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+        "72",
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00",
+    ),
+    (
+        "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025",
+        "af82",
+        "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac"
+        "18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a",
+    ),
+    (
+        "ec172b93ad5e563bf4932c70e1245034c35467ef2efd4d64ebf819683467e2bf",
+        hashlib.sha512(b"abc").hexdigest(),
+        "dc2a4459e7369633a52b1bf277839a00201009a3efbf3ecb69bea2186c26b589"
+        "09351fc9ac90b3ecfdfbc7c66431e0303dca179c138ac17ad9bef1177331a704",
+    ),
+]
+# every encoding of the eight points of small order, the ones that are not canonical included
+SMALL_ORDER = [
+    "00" * 32,
+    "00" * 31 + "80",
+    "01" + "00" * 31,
+    "01" + "00" * 30 + "80",
+    "ec" + "ff" * 30 + "7f",
+    "ec" + "ff" * 31,
+    "ed" + "ff" * 30 + "7f",
+    "ed" + "ff" * 31,
+    "ee" + "ff" * 30 + "7f",
+    "ee" + "ff" * 31,
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
+]
+
+
+def signed_by(public: bytes, message: bytes, signature: bytes) -> bool:
+    try:
+        return check_proof.signed(public, message, signature)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(("public", "message", "signature"), RFC_8032)
+def test_ed25519_against_rfc_8032(public: str, message: str, signature: str) -> None:
+    key, text, good = map(bytes.fromhex, (public, message, signature))
+    assert signed_by(key, text, good)
+    for i in range(0, 512, 7):
+        assert not signed_by(key, text, _flipped(good, i)), f"bit {i} of the signature"
+    for i in range(0, 256, 17):
+        assert not signed_by(_flipped(key, i), text, good), f"bit {i} of the key"
+    assert not signed_by(key, text + b"x", good)
+    for length in (0, 31, 32, 63, 65):
+        assert not signed_by(key, text, (good * 2)[:length])
+    assert not signed_by(key[:31], text, good)
+    assert not signed_by(key + b"\0", text, good)
+
+
+def test_a_signature_has_one_form() -> None:
+    """S + L satisfies the equation as S does: it is refused, as is S = L and above."""
+    key, text, good = map(bytes.fromhex, RFC_8032[2])
+    s = int.from_bytes(good[32:], "little")
+    for other in (s + ORDER, s + 2 * ORDER, s + 7 * ORDER, ORDER, 2**256 - 1):
+        assert not signed_by(key, text, good[:32] + other.to_bytes(32, "little"))
+
+
+@pytest.mark.parametrize("point", SMALL_ORDER)
+def test_a_key_of_small_order_signs_nothing(point: str) -> None:
+    """For such a key a signature of every message can be written down without any secret."""
+    for r in SMALL_ORDER:
+        for message in (b"", b"a", b"b"):
+            assert not signed_by(bytes.fromhex(point), message, bytes.fromhex(r) + bytes(32))
+
+
+def test_the_pure_python_check_agrees_with_the_library(signer, tmp_path: Path) -> None:
+    for i in range(20):
+        message = hashlib.sha256(bytes((i,))).digest() * (i + 1)
+        assert signed_by(signer.public_key, message, signer.sign(message))
+        assert not signed_by(signer.public_key, message + b"\0", signer.sign(message))
+
+
+# golang.org/x/mod/sumdb/note, the reference implementation of c2sp.org/signed-note
+GO_TEXT = "If you think cryptography is the answer to your problem,\nthen you don't know what your problem is.\n"
+GO_KEYS = (
+    "PeterNeumann+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW",
+    "EnochRoot+af0cfe78+ATtqJ7zOtqQtYqOo0CpvDXNlMhV3HeJDpjrASKGLWdop",
+)
+GO_LINES = (
+    "— PeterNeumann x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=\n",
+    "— EnochRoot rwz+eBzmZa0SO3NbfRGzPCpDckykFXSdeX+MNtCOXm2/5n2tiOHp+vAF1aGrQ5ovTG01oOTGwnWLox33WWd1RvMc+QQ=\n",
+)
+# c2sp.org/tlog-checkpoint's example
+TLOG = (
+    "example.com/behind-the-sofa\n20852163\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n\n"
+    "— example.com/behind-the-sofa "
+    "Az3grlgtzPICa5OS8npVmf1Myq/5IZniMp+ZJurmRDeOoRDe4URYN7u5/Zhcyv2q1gGzGku9nTo+zyWE+xeMcTOAYQ8=\n"
+)
+
+
+def test_notes_of_the_reference_implementation() -> None:
+    check = check_proof.check_signatures
+    check(GO_TEXT, [line.rstrip("\n") for line in GO_LINES], GO_KEYS)
+    check(GO_TEXT, [GO_LINES[0].rstrip("\n")], GO_KEYS[:1])
+    with pytest.raises(ValueError, match="not signed by EnochRoot"):
+        check(GO_TEXT, [GO_LINES[0].rstrip("\n")], GO_KEYS)
+    with pytest.raises(ValueError, match="not signed by PeterNeumann"):
+        check(GO_TEXT.replace("think", "thunk"), [line.rstrip("\n") for line in GO_LINES], GO_KEYS)
+    twice = [GO_LINES[0].rstrip("\n"), GO_LINES[0].rstrip("\n").replace("ZJku", "ZJkv")]
+    with pytest.raises(ValueError, match="not signed by PeterNeumann"):
+        check(GO_TEXT, twice, GO_KEYS[:1])
+
+
+def test_the_checkpoint_of_the_specification_is_read() -> None:
+    text, origin, size, root, _, lines = check_proof.read_note(TLOG)
+    assert (origin, size, len(root), len(lines)) == ("example.com/behind-the-sofa", 20852163, 32, 1)
+    assert text == TLOG[: TLOG.index("\n\n") + 1]
+    for wrong in (TLOG.replace("\n20852163", "\n020852163"), TLOG.replace("\n20852163", "\n+20852163"), TLOG[:-1]):
+        with pytest.raises(ValueError, match="no signed note"):
+            check_proof.read_note(wrong)
+    odd = "base64|no signed note"
+    for wrong in (TLOG.replace("jxq2I=", "jxq2J="), TLOG.replace("sofa\n2", "so\tfa\n2"), TLOG.replace("\n\n", "\n")):
+        with pytest.raises(ValueError, match=odd):
+            check_proof.read_note(wrong)
+
+
+def test_the_trees_of_the_script_are_those_of_rfc_6962() -> None:
+    """Against the ledger's own implementation, which is tested against the RFC's definition and published paths."""
+    from rlk_ledger_schemas import merkle
+
+    leaves = [merkle.leaf(bytes((i,))) for i in range(33)]
+    for n in range(1, 34):
+        whole = merkle.root(leaves[:n])
+        for i in range(n):
+            path = [base64.b64encode(h).decode() for h in merkle.inclusion(leaves[:n], i)]
+            assert check_proof.climb(leaves[i], i, n, path) == whole
+            for bad in ([*path, path[0]] if path else ["A" * 43 + "="], *([path[:-1]] if path else [])):
+                with pytest.raises(ValueError, match="the path is not of entry"):
+                    check_proof.climb(leaves[i], i, n, bad)
+        for m in range(1, n + 1):
+            path = [base64.b64encode(h).decode() for h in merkle.consistency(leaves[:n], m)]
+            old = merkle.root(leaves[:m])
+            assert check_proof.prefix(m, n, path, old) == (old, whole)
+
+
+def test_published_paths_are_taken(request) -> None:
+    """The 8-leaf tree of certificate transparency, as its implementations publish it."""
+    entries = ["", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f"]
+    whole = "5dc9da79a70659a9ad559cb701ded9a2ab9d823aad2f4960cfe370eff4604328"
+    path = [
+        "bc1a0643b12e4d2d7c77918f44e0f4f79a838b6cf9ec5b5c283e1f4d88599e6b",
+        "ca854ea128ed050b41b35ffc1b87b8eb2bde461e9e3b5596ece6b9d5975a0ae0",
+        "d37ee418976dd95753c1c73862b9398fa2a2cf9b4ff0fdfe8b30cd95209614b7",
+    ]
+    coded = [base64.b64encode(bytes.fromhex(item)).decode() for item in path]
+    assert check_proof.climb(check_proof.sha256(b"\0", bytes.fromhex(entries[5])), 5, 8, coded).hex() == whole
+    six = "76e67dadbcdf1e10e1b74ddc608abd2f98dfb16fbce75277b5232a127f2087ef"
+    path[0] = "0ebc5d3437fbe2db158b9f126a1d118e308181031d0a949f8dededebc558ef6a"
+    coded[0] = base64.b64encode(bytes.fromhex(path[0])).decode()
+    old, new = check_proof.prefix(6, 8, coded, bytes.fromhex(six))
+    assert (old.hex(), new.hex()) == (six, whole)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": None, "b": True, "c": False, "d": "x" * 40, "e": "y" * 300, "f": "z" * 70_000, "é": "ü"},
+        {"n": [0, 127, 128, 255, 256, 65535, 65536, 2**32, 2**63, -1, -32, -33, -128, -129, -32769, -(2**31) - 1]},
+        {"x": [0.5, -0.0, 1e300], "bytes": b"raw", "more": b"r" * 300, "list": list(range(20)), "deep": [[[{}]]]},
+        {f"key{i}": i for i in range(70_000)},
+    ],
+)
+def test_the_scripts_msgpack_is_msgpack(value: dict) -> None:
+    data = msgspec.msgpack.encode(value)
+    assert check_proof.unpack(data) == (value, len(data))
+    for cut in {0, 1, len(data) // 2, len(data) - 1}:
+        try:
+            found, end = check_proof.unpack(data[:cut])
+        except Exception:
+            continue
+        assert end != cut or found != value
+
+
+def test_the_scripts_leaf_is_the_ledgers() -> None:
+    arrays = {"values": Array("float32", b"\0\0\xc0\x7f"), "a": Array("int64", bytes(16)), "ä": Array("uint8", b"")}
+    listed = [
+        {"name": name, "dtype": a.dtype, "n": len(a), "data": base64.b64encode(a.data).decode()}
+        for name, a in arrays.items()
+    ]
+    envelope = msgspec.msgpack.encode({"type": "x"})
+    assert check_proof.event_leaf(envelope, listed) == leaf_hash(envelope, arrays)
+    assert decode_envelope(envelope) == {"type": "x"}
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_prove_on_the_command_line(capsys, ledger: Ledger, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("RLK_LEDGER", raising=False)
+    monkeypatch.delenv("RLK_SIGNING_KEY", raising=False)
+    place = ("--ledger", ledger.url)
+    code, out, err = run(capsys, "prove", f"{RUN}/0a/3", *place)
+    assert (code, out) == (3, "")
+    assert f"`rlk-ledger checkpoint {RUN} --ledger {ledger.url}` covers it, or --checkpoint-now" in err
+    code, out, err = run(capsys, "prove", f"{RUN}/0a/3", "--checkpoint-now", *place)
+    assert (code, err) == (0, "")
+    assert "event 3" in check_proof.check(json.loads(out))
+    target = tmp_path / "bundle.json"
+    code, out, _ = run(capsys, "prove", f"{RUN}/{A}/3", "-o", str(target), *place)
+    assert code == 0
+    assert f"check it anywhere: python -I -S check_proof.py {target}" in out
+    assert script(target).returncode == 0
+    code, out, _ = run(capsys, "prove", f"{RUN}/{A}/3", "-o", str(target), "--json", *place)
+    assert json.loads(out)["bundle"] == str(target)
+    assert run(capsys, "prove", f"{RUN}/{A}/77", *place)[0] == 2
+    assert run(capsys, "prove", RUN, *place)[0] == 2
+
+
+def test_prove_by_sample(capsys, tmp_path: Path) -> None:
+    url = str(tmp_path / "l")
+    sample = {"sample_id": "s/1", "response_token_ids": [1], "loss_mask": [1]}
+    score = {"sample_id": "s/1", "contract_id": "c", "values": [0.5]}
+    ledger = build(
+        url,
+        RUN,
+        [
+            event(RUN, A, 0, "rollout.sample", **sample),
+            event(RUN, A, 1, "logprobs", source="rollout", **score),
+            event(RUN, B, 0, "logprobs", source="training", **score),
+            event(RUN, B, 1, "rollout.sample", **{**sample, "sample_id": "other"}),
+        ],
+    )
+    cover(ledger)
+    assert {(str(name), kind) for name, kind in find_sample(open_ledger(url).run(RUN), "s/1")} == {
+        (f"{RUN}/{A}/0", "rollout.sample"),
+        (f"{RUN}/{A}/1", "logprobs"),
+        (f"{RUN}/{B}/0", "logprobs"),
+    }
+    code, out, _ = run(capsys, "prove", RUN, "--sample", "s/1", "--ledger", url)
+    assert code == 0
+    assert '"sample_id": "s/1"' in check_proof.check(json.loads(out))
+    code, _, err = run(capsys, "prove", RUN, "--sample", "s/1", "--type", "logprobs", "--ledger", url)
+    assert code == 2
+    assert f"{RUN}/{A}/1  logprobs" in err
+    assert f"{RUN}/{B}/0  logprobs" in err
+    assert "rollout.sample" not in err
+    code, _, err = run(capsys, "prove", RUN, "--sample", "nobody", "--ledger", url)
+    assert code == 2
+    assert "holds no event of sample 'nobody'" in err
+
+
+def test_since_on_the_command_line(capsys, ledger: Ledger, tmp_path: Path) -> None:
+    made = grown(ledger)
+    kept = tmp_path / "kept"
+    kept.write_bytes(made[0].data)
+    code, out, _ = run(capsys, "prove", f"{RUN}/{A}/3", "--since", str(kept), "--ledger", ledger.url)
+    assert code == 0
+    assert json.loads(out)["since"]["size"] == made[0].size
+    folder = Path(ledger.url) / "runs" / RUN
+    first = decode_checkpoint((folder / "checkpoint" / "00000000").read_bytes(), "x")
+    assert first.root == made[0].root
+    for path in sorted((folder / "checkpoint").iterdir()):
+        path.unlink()
+    for path in sorted((folder / "index").glob("*")):
+        path.unlink()
+    kept.write_bytes(made[-1].data)
+    victim = next((folder / "receipt").rglob("00000000.json"))
+    victim.write_bytes(_rewritten(victim.read_bytes()))
+    for path in victim.parent.glob("0000000[1-9].json"):
+        path.unlink()
+    cover(ledger)
+    other = json.loads(victim.read_bytes())["writers"][0]
+    code, out, err = run(
+        capsys, "prove", f"{RUN}/{other['writer_id']}/{other['first']}", "--since", str(kept), "--ledger", ledger.url
+    )
+    assert (code, out) == (1, "")
+    assert "its history was rewritten or cut" in err
+
+
+def _rewritten(data: bytes) -> bytes:
+    from rlk_ledger_schemas.objects import decode_receipt, encode_receipt
+
+    return encode_receipt(msgspec.structs.replace(decode_receipt(data, "x"), wall_us=1))
