@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from rlk_ledger.build import event
 from rlk_ledger.chain import Chain, Draft, Ending, Forked, Uprooted, held_ranges
+from rlk_ledger.checkpointing import Checkpointer, period
 from rlk_ledger.contact import Contact, meet
 from rlk_ledger.ledger import Run
 from rlk_ledger.records import Record
 from rlk_ledger.segments import SEGMENT_BYTES
+from rlk_ledger.signing import shipper_signer
 from rlk_ledger.spans import merged
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.codec import decode_envelope
@@ -53,6 +55,8 @@ class Outbox:
         self.failures = 0
         self.retry_at = 0.0
         self.chain: Chain | None = None
+        self.key_error: str | None = None
+        self.checkpoints = Checkpointer(header.run_id, period())
         self.inflight: Batch | None = None
         self._header = header
         self._open = open_
@@ -121,6 +125,11 @@ class Outbox:
         self.retry_at = time.monotonic() + pause * random.uniform(0.5, 1.5)
         return False
 
+    def checkpoint(self, now: bool) -> bool:
+        """Covers what is committed, see `Checkpointer.round`; whether it is covered."""
+        chain, checkpoints = self.chain, self.checkpoints
+        return chain is None or checkpoints.round(chain.store, now)
+
     def forget(self) -> None:
         """Drops what receipts said: another shipper may have written since, so the next `ship` reads them again."""
         self.chain, self._draft = None, None
@@ -154,14 +163,18 @@ class Outbox:
         header = self._header
         contact = meet(store, declared(header, batch.records), header.consistency == "strict", header.ledger_id)
         self._adopt_receipts(store, contact)
-        self.chain = Chain(store, contact)
+        signer, self.key_error = shipper_signer()
+        self.chain = Chain(store, contact, signer=signer)
         self._said = 0
         return self.chain
 
     def _adopt_receipts(self, store: Store, contact: Contact) -> None:
-        held = Run(store, contact.run.run_id).intact_receipts().writers
+        receipts = Run(store, contact.run.run_id).intact_receipts()
+        held = receipts.writers
         self.committed = {writer_id: list(said.ranges) for writer_id, said in held.items()}
         self.stated |= {writer_id for writer_id, said in held.items() if said.dead}
+        self.checkpoints = Checkpointer(self.run_id, period())  # what an earlier one knew may be of a removed ledger
+        self.checkpoints.adopt(receipts.marks, {writer_id: self.committed_up_to(writer_id) for writer_id in held})
 
     def _compose(self, chain: Chain, batch: Batch) -> Draft | None:
         records = []
@@ -206,6 +219,8 @@ class Outbox:
             held[:] = merged(held)
             if writer.dead:
                 self.stated.add(writer.writer_id)
+        committed = {writer.writer_id: self.committed_up_to(writer.writer_id) for writer in receipt.writers}
+        self.checkpoints.note(receipt.shipper, receipt.n, committed)
 
 
 def declared(header: SpoolHeader, records: list[Record]) -> RunInfo:

@@ -107,12 +107,12 @@ def _loop(
     told: set[str] = set()
     while not stop.is_set() and _holds(lock, shipper.spool):
         busy = shipper.cycle(flush=until_idle and not _live(shipper), patient=True)
-        for error in set(shipper.errors()) - told:
+        for error in {*shipper.errors(), *shipper.checkpoint_errors()} - told:
             told.add(error)
             tell(error)
         if busy or not shipper.idle():
             idle_since = time.monotonic()
-        elif until_idle and time.monotonic() - idle_since >= linger_s:
+        elif until_idle and time.monotonic() - idle_since >= linger_s and not shipper.cover_rest():
             return 0
         if until_idle and shipper.failing_for() >= GIVE_UP and not _live(shipper):
             return 1
@@ -132,6 +132,9 @@ def _finish(shipper: Shipper, lock: int, grace_s: float, halt: threading.Event) 
         settled = not shipper.waits() or bool(shipper.errors())
         if shipper.idle() or spent >= max(grace_s, _STOP_S) or (settled and spent >= grace_s):
             break
+        halt.wait(_LOOK_S)
+    began = time.monotonic()
+    while shipper.idle() and shipper.cover_rest() and time.monotonic() - began < _STOP_S and not halt.is_set():
         halt.wait(_LOOK_S)
 
 

@@ -25,7 +25,7 @@ from rlk_ledger.segments import SEGMENT_BYTES
 from rlk_ledger.spools import WriterSpool
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.errors import SpoolError
-from rlk_ledger_sdk.status import Status, read_status
+from rlk_ledger_sdk.status import CHECKPOINT_REQUEST, Status, read_status
 
 SYNC_EVERY_S = 1.0
 FORGET_AFTER_S = 3600.0
@@ -53,12 +53,16 @@ class Shipper:
         self._url = url
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ship") if workers else None
         self._futures: dict[tuple[str, str], Future[bool]] = {}
+        # Checkpoints have a thread of their own: however long one takes, shipping does not wait for it.
+        self._covering_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if workers else None
+        self._covering: dict[tuple[str, str], Future[bool]] = {}
+        self._last_covered: set[tuple[str, str]] = set()  # outboxes whose rest was covered on the way out
         self._status: dict[str, Status] = {}
         self._stated: set[str] = set()
         self._poisoned: dict[str, int] = {}
         self._synced_at = 0.0
         self._read_at: dict[str, float] = {}
-        self._asked: dict[str, tuple[int, int]] = {}  # the last request seen of each writer: its time in ns, its file
+        self._asked: dict[str, tuple[int, ...]] = {}  # the last requests seen of each writer: times in ns, files
 
     # -- one cycle ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +75,10 @@ class Shipper:
         wanted = self._flushes()
         self._sync(flush or bool(wanted))
         shipped = self._ship(flush, wanted, patient or not flush)
+        self._cover()
         self._settle()
+        if read or shipped:
+            self._last_covered.clear()
         return read or shipped
 
     def _scan(self) -> bool:
@@ -123,6 +130,45 @@ class Shipper:
                 if int((writer.directory / "flush").read_text()) > committed:
                     wanted.add((outbox.url, outbox.run_id))
         return wanted
+
+    def _cover(self, rest: bool = False) -> None:
+        """Starts the checkpoints that are due, and those of all that is uncovered when `rest`.
+
+        Without workers only what a writer waits for is made, and at once.
+        """
+        self._covering = {key: future for key, future in self._covering.items() if not future.done()}
+        waited_for = self._waited_for()
+        for key, outbox in self.outboxes.items():
+            asked = rest or key in waited_for
+            if outbox.chain is None or key in self._covering or not outbox.checkpoints.due(asked):
+                continue
+            if self._covering_pool is not None:
+                self._covering[key] = self._covering_pool.submit(outbox.checkpoint, asked)
+            elif asked:
+                outbox.checkpoint(now=True)
+
+    def _waited_for(self) -> set[tuple[str, str]]:
+        """Outboxes in which a writer waits for a checkpoint over what is committed."""
+        out = set()
+        for writer in self.writers.values():
+            outbox = self._outbox(writer)
+            if outbox is None:
+                continue
+            covered, committed = (
+                outbox.checkpoints.covered_up_to(writer.writer_id),
+                outbox.committed_up_to(writer.writer_id),
+            )
+            with contextlib.suppress(OSError, ValueError):
+                if covered < int((writer.directory / CHECKPOINT_REQUEST).read_text()) <= committed:
+                    out.add((outbox.url, outbox.run_id))
+        return out
+
+    def cover_rest(self) -> bool:
+        """Before leaving: covers what nothing covers yet, tried once a run; whether that is still under way."""
+        fresh = self.outboxes.keys() - self._last_covered
+        self._last_covered |= fresh
+        self._cover(rest=bool(fresh))
+        return bool(self._covering)
 
     def _sync(self, now: bool) -> None:
         if not now and time.monotonic() - self._synced_at < SYNC_EVERY_S:
@@ -184,6 +230,8 @@ class Shipper:
         now = Status(
             synced=max(before.synced, writer.synced_seq, committed),
             committed=max(before.committed, committed),
+            checkpointed=max(before.checkpointed, outbox.checkpoints.covered_up_to(writer.writer_id)),
+            checkpoint_error=outbox.checkpoints.error or outbox.key_error,
             shipped_bytes=before.shipped_bytes + freed,
             error=outbox.error or writer.problem,
             shipper=outbox.chain.shipper if outbox.chain else before.shipper,
@@ -237,7 +285,7 @@ class Shipper:
 
     def pressed(self) -> bool:
         """Whether shipments are under way or much waits for one: the next cycle should not."""
-        if self._futures:
+        if self._futures or self._covering:
             return True
         return any(2 * o.pending_bytes >= SEGMENT_BYTES and not o.failures for o in self.outboxes.values())
 
@@ -247,7 +295,10 @@ class Shipper:
         for writer_id, writer in self.writers.items():
             with contextlib.suppress(OSError):
                 request = (writer.directory / "flush").stat()
-                seen = (request.st_mtime_ns, request.st_ino)
+                seen: tuple[int, ...] = (request.st_mtime_ns, request.st_ino)
+                with contextlib.suppress(OSError):
+                    request = (writer.directory / CHECKPOINT_REQUEST).stat()
+                    seen = (*seen, request.st_mtime_ns, request.st_ino)
                 news |= seen != self._asked.get(writer_id)
                 self._asked[writer_id] = seen
         return news
@@ -255,6 +306,11 @@ class Shipper:
     def errors(self) -> list[str]:
         """What stands in the way of shipping now, one sentence an outbox."""
         return [outbox.error for outbox in self.outboxes.values() if outbox.error]
+
+    def checkpoint_errors(self) -> list[str]:
+        """What stands in the way of signing and of checkpoints now; shipping goes on."""
+        found = [error for outbox in self.outboxes.values() for error in (outbox.key_error, outbox.checkpoints.error)]
+        return [error for error in found if error]
 
     def failing_for(self) -> int:
         """How many attempts in a row failed in the outbox that fails longest."""
@@ -267,8 +323,9 @@ class Shipper:
 
     def close(self) -> None:
         """Closes descriptors and waits for shipments under way."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for pool in (self._pool, self._covering_pool):
+            if pool is not None:
+                pool.shutdown()
         for writer in self.writers.values():
             writer.close()
 
@@ -294,7 +351,7 @@ def _write_status(directory: Path, status: Status) -> None:
 def _remove_folder(directory: Path) -> None:
     """Removes what a finished writer and its shipper left; a folder that holds anything else stays."""
     with contextlib.suppress(OSError):
-        for name in ("status.json", "flush", "losses", ".status.tmp", ".flush.tmp"):
+        for name in ("status.json", "flush", CHECKPOINT_REQUEST, "losses", ".status.tmp", ".flush.tmp"):
             (directory / name).unlink(missing_ok=True)
         for path in directory.glob(".*.tmp"):
             path.unlink(missing_ok=True)

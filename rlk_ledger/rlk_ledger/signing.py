@@ -95,6 +95,17 @@ def load_signer(path: str | None = None) -> Signer | None:
     return Signer(private, kept=True)
 
 
+def shipper_signer() -> tuple[Signer | None, str | None]:
+    """What a shipper signs receipts with, and what is wrong with the key it was given.
+
+    The key at RLK_SIGNING_KEY, else one that lives in this process. A key that cannot be used stops no shipping.
+    """
+    try:
+        return load_signer() or fresh_signer(), None
+    except ConfigError as error:
+        return fresh_signer(), str(error).rstrip(".")
+
+
 def new_key(path: Path) -> Signer:
     """Writes a fresh private key to `path` (PKCS8 PEM, mode 0600); raises UsageError when something is there."""
     if not available():

@@ -124,6 +124,8 @@ def load_config(
     shipper = get("shipper") or env("RLK_SHIPPER") or "process"
     under_tests = "PYTEST_CURRENT_TEST" in os.environ
     on_error = get("on_error") or env("RLK_ON_ERROR") or ("raise" if under_tests else "warn")
+    _number("checkpoint_s", None, "RLK_CHECKPOINT_S", 0, 0)  # the shipper reads it; here it is refused
+    _check_signing_key()
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     address = _url(url)
     redaction = Redaction.load(run["redaction"], env("RLK_REDACTION_KEY"))
@@ -204,6 +206,20 @@ def _number(what: str, value: Any, variable: str, default: float, least: float) 
     if not least <= number < float("inf"):
         raise ConfigError(f"init: {source} must be at least {least:g}, got {text!r}.")
     return number
+
+
+def _check_signing_key() -> None:
+    """Raises ConfigError when RLK_SIGNING_KEY names no PEM private key; only the shipper, which signs, can load it."""
+    path = env("RLK_SIGNING_KEY")
+    if path is None:
+        return
+    try:
+        found = b"PRIVATE KEY-----" in Path(path).expanduser().read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"init: RLK_SIGNING_KEY {path!r} cannot be read: {why}.") from None
+    if not found:
+        raise ConfigError(f"init: RLK_SIGNING_KEY {path!r} holds no private key; `rlk-ledger keygen` makes one.")
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from rlk_ledger_schemas.errors import FlushTimeout, UsageError
 from rlk_ledger_sdk.config import Config
 from rlk_ledger_sdk.hooks import installed
-from rlk_ledger_sdk.status import Status, lock_is_free, read_status, request_flush
+from rlk_ledger_sdk.status import Status, lock_is_free, read_status, request_checkpoint, request_flush
 
-LEVELS = ("spooled", "synced", "committed")
+LEVELS = ("spooled", "synced", "committed", "checkpointed")
 LONGEST_BACKOFF_S = 60.0
 _log = logging.getLogger("rlk_ledger")
 
@@ -51,14 +51,12 @@ class Durability:
 
         Raises FlushTimeout, which says what is outstanding and why, and UsageError for an unknown level.
         """
-        if level == "checkpointed":
-            raise UsageError("flush: this release makes no checkpoints; the highest level is 'committed'.")
         if level not in LEVELS:
             raise UsageError(f"flush: level {level!r} is unknown; use one of {', '.join(LEVELS)}.")
         if level == "spooled" or seq < 0:
             return self._marks(seq, read_status(self._directory) if seq >= 0 else Status())
         deadline = time.monotonic() + timeout
-        expected = self.ask(seq)
+        expected = self.ask(seq, checkpoint=level == "checkpointed")
         pause = 0.002
         while True:
             status = read_status(self._directory)
@@ -71,9 +69,11 @@ class Durability:
             pause = min(pause * 1.5, 0.05)
             expected = self.ensure_shipper()
 
-    def ask(self, seq: int) -> bool:
+    def ask(self, seq: int, checkpoint: bool = False) -> bool:
         """Ships inline, or asks the shipper to ship up to `seq` now; returns whether waiting can help."""
         hooks = installed()
+        if checkpoint:
+            request_checkpoint(self._directory, seq)
         if self._config.shipper == "inline" and hooks is not None:
             try:
                 hooks.ship_inline(self._config)
@@ -85,7 +85,13 @@ class Durability:
 
     @staticmethod
     def _marks(seq: int, status: Status) -> dict[str, int]:
-        return {"spooled": seq, "synced": max(status.synced, status.committed), "committed": status.committed}
+        synced = max(status.synced, status.committed)
+        return {
+            "spooled": seq,
+            "synced": synced,
+            "committed": status.committed,
+            "checkpointed": min(status.checkpointed, status.committed),
+        }
 
     def _outstanding(self, level: str, seq: int, mark: int, timeout: float, status: Status, expected: bool) -> str:
         what = f"flush: {seq - mark} events of writer {self._directory.name} are not {level}"
@@ -93,6 +99,10 @@ class Durability:
             why = f" after {timeout:g} s"
         else:
             why = "; nothing ships the spool"
-        error = f"; the shipper says: {status.error}" if status.error else ""
+        said = status.error or (status.checkpoint_error if level == "checkpointed" else None)
+        error = f"; the shipper says: {said}" if said else ""
+        if status.committed >= seq:
+            run_id = self._config.run_id
+            return f"{what}{why}{error}. They are committed; `rlk-ledger checkpoint {run_id}` covers them."
         spool = self._config.spool
         return f"{what}{why}{error}. They are safe in the spool; `rlk-ledger recover {spool}` ships them later."

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import msgspec
 
+CHECKPOINT_REQUEST = "checkpoint"
+"""The file in which a writer asks that a checkpoint cover it up to the number in it."""
+
 
 class Status(msgspec.Struct, frozen=True):
-    """What the shipper says about one writer: the last sequence number synced and committed, and its last error."""
+    """What the shipper says about one writer: the last sequence number synced, committed and covered, and its errors.
+
+    `checkpoint_error` is what stands in the way of checkpoints and signatures while shipping goes on.
+    """
 
     synced: int = -1
     committed: int = -1
@@ -17,6 +23,8 @@ class Status(msgspec.Struct, frozen=True):
     error: str | None = None
     shipper: str | None = None
     wall_us: int = 0
+    checkpointed: int = -1
+    checkpoint_error: str | None = None
 
 
 def read_status(directory: Path) -> Status:
@@ -29,10 +37,19 @@ def read_status(directory: Path) -> Status:
 
 def request_flush(directory: Path, seq: int) -> None:
     """Asks the shipper to ship everything up to `seq` now; atomic, the last request wins, a full disk loses it."""
-    fresh = directory / ".flush.tmp"
+    _request(directory, "flush", seq)
+
+
+def request_checkpoint(directory: Path, seq: int) -> None:
+    """Asks the shipper for a checkpoint that covers everything up to `seq`; like `request_flush`."""
+    _request(directory, CHECKPOINT_REQUEST, seq)
+
+
+def _request(directory: Path, name: str, seq: int) -> None:
+    fresh = directory / f".{name}.tmp"
     with contextlib.suppress(OSError):
         fresh.write_text(str(seq))
-        fresh.replace(directory / "flush")
+        fresh.replace(directory / name)
 
 
 def lock_is_free(spool: Path) -> bool:
