@@ -82,7 +82,7 @@ def event_leaf(envelope, arrays):
 def with_self(line, head="", end=""):  # what canonical JSON holds whose `self` is the SHA-256 of head, the rest and end
     found, rest = json.loads(line), {key: value for key, value in json.loads(line).items() if key != "self"}
     whole, rest = (json.dumps(x, sort_keys=True, separators=(",", ":"), ensure_ascii=False) for x in (found, rest))
-    need(whole == line and found["self"] == f"sha256:{sha256((head + rest + end).encode()).hex()}", "its `self` is wrong")
+    need(whole == line and found["self"] == f"sha256:{sha256((head + rest + end).encode()).hex()}", "`self` is wrong")
     return found
 def read_note(text):  # (what signatures are over, origin, size, root, last line, signature lines) of a checkpoint
     body, _, end = text.rpartition("\n\n")

@@ -20,6 +20,7 @@ from rlk_ledger.verify.copies import copies_of, read_copies
 from rlk_ledger.verify.finding import KINDS, Covered, Finding, VerifyResult, finding, result
 from rlk_ledger.verify.indexes import check_index
 from rlk_ledger.verify.pruned import check_pruned, graves_of
+from rlk_ledger.verify.seal import check_seal
 from rlk_ledger.verify.segment import check_segment
 from rlk_ledger.verify.writers import check_writers
 from rlk_ledger_schemas.checkpoints import Checkpoint
@@ -70,6 +71,7 @@ def verify(
         graves = graves_of(store, run, chain.receipts)
         damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
         findings += check_index(store, run, chain.receipts)
+        findings += check_seal(store, run, info, chain, coverage, publics)
         findings += check_pruned(store, run, chain.receipts, graves, absent)
         findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
         receipts += chain.receipts
