@@ -302,6 +302,11 @@ def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     return place[0], place[1]
 
 
+def spool_place(spool: Any = None) -> tuple[Path, str | None]:
+    """(spool directory, network file system that was asked for by name); `spool` or RLK_SPOOL; raises ConfigError."""
+    return _spool(spool)
+
+
 def spool_folder() -> Path:
     """This user's spool directory, as RLK_SPOOL or the default says; raises ConfigError."""
     return _spool(None)[0]
