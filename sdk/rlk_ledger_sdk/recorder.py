@@ -423,10 +423,23 @@ class Recorder:
         last = -1
         if self._mark[0]:
             self._afterwards()
+            if self._removed():
+                raise FlushTimeout(
+                    f"flush: {self._REMOVED.format(self.directory)}; what is recorded now goes elsewhere"
+                )
             self._settle_quietly()
         if self._mark[0] or self._closed:  # else a forked child that has recorded nothing
             last = self._spool.at[1] - 1
         return self._durability.wait(level, last, timeout)
+
+    _REMOVED = "somebody removed spool files in {}: what was not committed yet is lost, and verify will say so"
+
+    def _removed(self) -> bool:
+        """Whether the open spool file was removed; the next event then goes into a new one."""
+        if self._owned():
+            return False
+        with self._lock:
+            return self._spool.removed()
 
     def close(self, reason: str = "close", timeout: float | None = None) -> None:
         """Writes `writer.closed`, asks the shipper for the rest and waits at most `timeout` s (RLK_EXIT_S)."""
@@ -434,6 +447,8 @@ class Recorder:
             return
         if self._mark[0]:
             self._afterwards()
+            if self._removed():
+                self._warn("removed", "", self._REMOVED.format(self.directory))
             self._settle_quietly(roll=True)
             closed, arrays = check_fields("writer.closed", {"reason": reason})
             with contextlib.suppress(SpoolError):  # warned about; the reader will say that this writer never closed

@@ -194,6 +194,17 @@ class SpoolWriter:
         elif tail.strip(b"\0"):
             self._write(file, offset, bytes(len(tail)))
 
+    def removed(self) -> bool:
+        """Whether somebody removed the open file: nobody will ever read what is put there, so the next put rolls."""
+        file = self._file
+        try:
+            if file is None or file.path.exists():
+                return False
+        except OSError:
+            return False
+        file.size, self._limit = self.at[0], 0
+        return True
+
     def close(self) -> None:
         """Closes the files for good; the bytes stay for the shipper. What is under way in here raises."""
         self.closed = True
@@ -228,6 +239,7 @@ class SpoolWriter:
         size = self._within_budget(max(self._next_size, least), least)
         while True:
             try:
+                self._directory.parent.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed the whole spool
                 self._directory.mkdir(mode=0o700, exist_ok=True)
                 self._open_page()
                 self._fresh = fresh = self._prepare(self.number + 1, size)

@@ -125,6 +125,10 @@ class MemorySpool:
     def resync(self) -> None:
         """A list is always in step."""
 
+    def removed(self) -> bool:
+        """A list stays."""
+        return False
+
     def close(self) -> None:
         """Takes nothing more."""
         self.closed = True
