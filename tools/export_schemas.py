@@ -15,7 +15,9 @@ import msgspec
 from rlk_ledger_schemas.checkpoints import CheckpointInfo
 from rlk_ledger_schemas.events import REGISTRY, EventType, envelope_struct
 from rlk_ledger_schemas.frame import SpoolHeader
+from rlk_ledger_schemas.holds import Hold
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo
+from rlk_ledger_schemas.seals import Seal
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OBJECTS = {
@@ -23,6 +25,8 @@ OBJECTS = {
     "run.json": RunInfo,
     "receipt": Receipt,
     "checkpoint.extension": CheckpointInfo,
+    "seal.json": Seal,
+    "hold": Hold,
     "spool.header": SpoolHeader,
 }
 
