@@ -188,6 +188,13 @@ class SeaweedFS(_S3):
         self._ports = free_ports(8)
         self.port = self._ports[0]
 
+    def load(self, folder: Path, name: str) -> None:
+        """Copies the files of `folder` to the ledger `name`, past S3: five times as fast, for what a bench needs."""
+        weed, target = Path(sys.executable).with_name("weed"), f"127.0.0.1:{self._ports[6]}.{self._ports[7]}"
+        there = [str(path) for path in sorted(folder.iterdir())]
+        command = [str(weed), "filer.copy", "-c", "16", *there, f"http://{target}/buckets/{BUCKET}/{name}/"]
+        subprocess.run(command, check=True, capture_output=True)
+
     def _command(self) -> list[str]:
         (self.directory / "s3.json").write_text(json.dumps(self._config))
         data = self.directory / "data"

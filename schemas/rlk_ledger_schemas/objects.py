@@ -37,7 +37,10 @@ class LedgerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """run.json: what the run's first writer declared."""
+    """run.json: what the run's first writer declared.
+
+    `put_if_absent` is there only where the store was seen to ignore it when the run began, whatever ledger.json says.
+    """
 
     format: int
     ledger_id: str
@@ -48,6 +51,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created_us: int
     redaction_key_id: str | None = None
     lineage: dict[str, Any] | None = None
+    put_if_absent: Literal["ignored"] | None = None
 
 
 class SegmentRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +132,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
     """RFC 8785 bytes of a receipt, `self` filled in with the SHA-256 of the rest."""
     fields = msgspec.to_builtins(receipt)
     fields.pop("self", None)
-    return canonical_json({**fields, "self": sha256(canonical_json(fields))})
+    return _canonical({**fields, "self": sha256(_canonical(fields))})
 
 
 def decode_receipt(data: bytes, where: str) -> Receipt:
@@ -186,6 +190,11 @@ def _digest_without_self(data: bytes, fields: dict[str, Any], claimed: Any) -> s
     if member and data.count(member) == 1 and fields:
         return sha256(data.replace(b"," + member, b"") if b"," + member in data else data.replace(member + b",", b""))
     return sha256(canonical_json(fields))
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    data = _sorted(fields)
+    return data if _is_plain(data) else canonical_json(fields)
 
 
 def _sorted(fields: dict[str, Any]) -> bytes:

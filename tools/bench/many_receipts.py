@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlk_ledger import checkpoints, layout
-from rlk_ledger.buckets import FsspecStore
 from rlk_ledger.build import event
 from rlk_ledger.chain import writer_ranges
 from rlk_ledger.contact import Contact, meet
 from rlk_ledger.segments import write_segment
-from rlk_ledger.store import Entry, FileStore
+from rlk_ledger.store import FileStore
 from rlk_ledger_schemas.fingerprints import sha256
 from rlk_ledger_schemas.objects import FORMAT, Receipt, RunInfo, SegmentRef, TypeCount, WriterRange, encode_receipt
 from rlk_ledger_schemas.samples import PRINT_BYTES, sample_print
@@ -25,7 +24,6 @@ PER_SEGMENT = 64
 """Samples each receipt names."""
 REAL = 16
 """Samples that really are there."""
-_PUTS = 64
 
 
 def sample_id(number: int) -> str:
@@ -144,21 +142,3 @@ def _real(contact: Contact, shipper: str, writer: str, n: int, number: int) -> t
         samples=segment.samples,
     )
     return receipt, segment.data
-
-
-def upload(folder: Path, store: FsspecStore) -> None:
-    """Copies every object of the ledger in `folder` to `store`, many at once."""
-    local = FileStore(folder)
-    waiting: list[Entry] = []
-    for entry in local.list(""):
-        waiting.append(entry)
-        if len(waiting) == 4096:
-            _put(local, store, waiting)
-            waiting = []
-    _put(local, store, waiting)
-
-
-def _put(local: FileStore, store: FsspecStore, entries: list[Entry]) -> None:
-    objects = {f"{store.root}/{entry.path}": local.read(entry.path) for entry in entries}
-    if objects:
-        store.fs.pipe(objects, batch_size=_PUTS)

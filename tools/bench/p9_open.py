@@ -104,17 +104,15 @@ def fresh(url: str, indexes: bool, environ: dict[str, str]) -> dict[str, Any]:
 
 def measure(receipts: int, local: bool, without: bool, server: Any) -> list[dict[str, Any]]:
     """The rows of one size: with indexes (the best of three), and by reading every receipt when asked."""
-    from many_receipts import make, upload
+    from many_receipts import make
 
     with tempfile.TemporaryDirectory(prefix="rlk-p9-") as folder:
         began = time.perf_counter()
         objects = make(Path(folder), receipts, max(1, min(100, receipts // 100)))
         url, environ = folder, {}
         if not local:
-            from rlk_ledger.buckets import FsspecStore
-
             url, environ = server.url(f"p9-{receipts}"), server.environ
-            upload(Path(folder), FsspecStore(url, "s3"))
+            server.load(Path(folder), f"p9-{receipts}")
         print(f"{objects} objects made in {time.perf_counter() - began:.0f} s", file=sys.stderr)
         rows = [{"by": "indexes", **min((fresh(url, True, environ) for _ in range(3)), key=lambda r: r["total_s"])}]
         if without:
