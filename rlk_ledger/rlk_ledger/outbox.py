@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlk_ledger.build import event
 from rlk_ledger.chain import Chain, Draft, Ending, Forked, Uprooted, held_ranges
 from rlk_ledger.checkpointing import Checkpointer, period
-from rlk_ledger.contact import Contact, meet
+from rlk_ledger.contact import Contact, meet, overwrites
 from rlk_ledger.ledger import Run
 from rlk_ledger.records import Record
 from rlk_ledger.segments import SEGMENT_BYTES
@@ -106,6 +106,12 @@ class Outbox:
         """The last committed number of a writer, -1 before the first."""
         held = self.committed.get(writer_id)
         return held[-1][1] if held else -1
+
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the store although it takes everything."""
+        chain = self.chain
+        return overwrites(chain.store) if chain is not None and chain.contact.overwrites else None
 
     # -- the shipping side -------------------------------------------------------------------------------------------
 

@@ -234,6 +234,7 @@ class Shipper:
             checkpoint_error=outbox.checkpoints.error or outbox.key_error,
             shipped_bytes=before.shipped_bytes + freed,
             error=outbox.error or writer.problem,
+            warning=outbox.warning or before.warning,
             shipper=outbox.chain.shipper if outbox.chain else before.shipper,
             wall_us=before.wall_us,
         )

@@ -23,6 +23,7 @@ class Durability:
         self._backoff_s = 1.0
         self._start_at = 0.0
         self._warned = False
+        self._told = False
 
     def ensure_shipper(self) -> bool:
         """Starts the shipper when nobody holds its lock (with backoff); returns whether one can be expected."""
@@ -60,6 +61,7 @@ class Durability:
         pause = 0.002
         while True:
             status = read_status(self._directory)
+            self._pass_on(status)
             marks = self._marks(seq, status)
             if marks[level] >= seq:
                 return marks
@@ -82,6 +84,12 @@ class Durability:
             return False
         request_flush(self._directory, seq)
         return self.ensure_shipper()
+
+    def _pass_on(self, status: Status) -> None:
+        """Says once what the shipper found wrong with the store although it ships."""
+        if status.warning and not self._told:
+            self._told = True
+            _log.warning("%s", status.warning)
 
     @staticmethod
     def _marks(seq: int, status: Status) -> dict[str, int]:

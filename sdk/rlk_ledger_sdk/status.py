@@ -14,7 +14,8 @@ CHECKPOINT_REQUEST = "checkpoint"
 class Status(msgspec.Struct, frozen=True):
     """What the shipper says about one writer: the last sequence number synced, committed and covered, and its errors.
 
-    `checkpoint_error` is what stands in the way of checkpoints and signatures while shipping goes on.
+    `checkpoint_error` is what stands in the way of checkpoints and signatures while shipping goes on; `warning` is
+    what the user has to hear although shipping goes on.
     """
 
     synced: int = -1
@@ -25,6 +26,7 @@ class Status(msgspec.Struct, frozen=True):
     wall_us: int = 0
     checkpointed: int = -1
     checkpoint_error: str | None = None
+    warning: str | None = None
 
 
 def read_status(directory: Path) -> Status:

@@ -126,6 +126,31 @@ class _Overwriting:
         return path
 
 
+class _ChecksThenWrites(_Overwriting):
+    """A store that looks first and writes then: right alone, wrong in a race."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together = threading.Barrier(2)
+
+    def create(self, path: str, data: bytes) -> None:
+        there = path in self.objects
+        if path.endswith("race"):
+            self.together.wait()
+        if there:
+            raise AlreadyThere(path)
+        self.objects[path] = data
+
+
+class _Loses(_Overwriting):
+    """A store that puts something else where it was told to create."""
+
+    def create(self, path: str, data: bytes) -> None:
+        if path in self.objects:
+            raise AlreadyThere(path)
+        self.objects[path] = b"somebody else's"
+
+
 def _run(**more):
     from rlk_ledger_schemas.objects import RunInfo
 
@@ -146,7 +171,68 @@ def _run(**more):
 def test_the_probe_sees_a_store_that_ignores_the_condition(store) -> None:
     assert contact.probe(store) == "honoured"
     assert contact.probe(store) == "honoured", "it may be repeated"
-    assert contact.probe(_Overwriting()) == "ignored"
+    for careless in (_Overwriting(), _ChecksThenWrites(), _Loses()):
+        assert contact.probe(careless) == "ignored", type(careless).__name__
+
+
+def test_a_probe_that_cannot_be_read_back_says_so_and_nothing_else(tmp_path: Path) -> None:
+    class Forgets(_Overwriting):
+        def create(self, path: str, data: bytes) -> None:
+            pass
+
+    with pytest.raises(StoreError, match="canary/twice was written and is not there"):
+        contact.probe(Forgets())
+
+
+def test_canaries_say_what_they_are_and_verify_sees_a_change_of_any_byte(tmp_path: Path) -> None:
+    from rlk_ledger.verify import verify
+
+    store = FileStore(tmp_path)
+    contact.meet(store, _run())
+    assert verify(store).findings == ()
+    for name in ("twice", "race"):
+        file = tmp_path / "canary" / name
+        whole = file.read_bytes()
+        for i in range(len(whole)):
+            file.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+            assert [(f.kind, f.object) for f in verify(store).findings] == [("canary.changed", f"canary/{name}")]
+        file.write_bytes(whole[:-1])
+        assert verify(store).exit_code == 1
+        file.write_bytes(whole)
+    (tmp_path / "canary" / "third").write_bytes(whole)
+    assert [f.object for f in verify(store).findings] == ["canary/third"]
+
+
+def test_what_the_first_release_left_as_a_canary_is_no_damage(tmp_path: Path) -> None:
+    from rlk_ledger.verify import verify
+
+    store = FileStore(tmp_path)
+    for name in ("twice", "race"):
+        store.create(f"canary/{name}", b"0123456789abcdef0123456789abcdef")
+    assert contact.meet(store, _run()).ledger.put_if_absent == "honoured"
+    assert verify(store).findings == ()
+
+
+def test_a_ledger_copied_to_a_store_that_overwrites_is_met_with_a_probe_at_every_new_run(tmp_path: Path) -> None:
+    good = FileStore(tmp_path)
+    contact.meet(good, _run())
+    copied = _Overwriting()
+    copied.objects = {entry.path: good.read(entry.path) for entry in good.list("")}
+    met = contact.meet(copied, _run(run_id="r2"))
+    assert met.ledger.put_if_absent == "honoured", "ledger.json stays what it was"
+    assert met.run.put_if_absent == "ignored"
+    assert met.overwrites
+    with pytest.raises(contact.Ignored):
+        contact.meet(copied, _run(), strict=True)
+
+
+def test_a_store_that_overwrites_is_told_to_whoever_verifies() -> None:
+    from rlk_ledger.verify.canary import check_promise
+
+    met = contact.meet(_Overwriting(), _run())
+    assert [f.kind for f in check_promise(met.ledger, "ledger.json")] == ["store.overwrites"]
+    assert [f.object for f in check_promise(met.run, "runs/r/run.json")] == ["runs/r/run.json"]
+    assert check_promise(None, "ledger.json") == []
 
 
 def test_a_store_that_ignores_the_condition_is_refused_when_strict_and_recorded_otherwise() -> None:

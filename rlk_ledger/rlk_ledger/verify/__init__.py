@@ -14,6 +14,7 @@ from rlk_ledger import layout, signing
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.store import Missing, Store, open_store
 from rlk_ledger.tombstones import Graves
+from rlk_ledger.verify.canary import check_canaries, check_promise
 from rlk_ledger.verify.chains import check_chains
 from rlk_ledger.verify.checkpoints import check_checkpoints
 from rlk_ledger.verify.copies import copies_of, read_copies
@@ -52,6 +53,7 @@ def verify(
     store = open_store(target) if isinstance(target, str) else target.store if isinstance(target, Ledger) else target
     findings: list[Finding] = []
     info, ledger_bytes = _ledger_info(store, findings)
+    findings += [*check_canaries(store), *check_promise(info, layout.LEDGER)]
     publics = signing.public_keys(keys)
     copies = read_copies(checkpoints, anchor, info, run_id, findings)
     names = store.children(layout.RUNS)
@@ -70,6 +72,7 @@ def verify(
         covered.append(coverage.summary)
         graves = graves_of(store, run, chain.receipts)
         damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
+        findings += check_promise(chain.info, layout.run_json(run))
         findings += check_index(store, run, chain.receipts)
         findings += check_seal(store, run, info, chain, coverage, publics)
         findings += check_pruned(store, run, chain.receipts, graves, absent)

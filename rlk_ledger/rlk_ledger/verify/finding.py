@@ -10,6 +10,7 @@ from rlk_ledger_schemas.findings import Exit, Severity, exit_code
 # `info` is named and fine.
 KINDS: dict[str, tuple[Severity, str]] = {
     "ledger.unreadable": ("error", "ledger.json is missing, does not parse or demands a newer reader"),
+    "canary.changed": ("error", "an object of the put-if-absent probe is not what was written, or no such object"),
     "ledger.changed": ("error", "ledger.json is not the one a chain began under"),
     "run.unreadable": ("error", "run.json is missing or does not parse"),
     "run.changed": ("error", "run.json is not the one a chain began under, or belongs elsewhere"),
@@ -62,6 +63,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "segment.pruned": ("info", "segments deleted on purpose, as a tombstone says; their receipts stay"),
     "prune.unfinished": ("info", "segments that a tombstone names and that are still there: a prune was cut short"),
     "run.held": ("info", "a hold forbids pruning the run"),
+    "store.overwrites": ("info", "the store ignored put-if-absent when the ledger or the run began"),
     "segment.garbage": ("info", "a segment no receipt names: it does not exist for readers"),
 }
 
