@@ -72,6 +72,7 @@ class _Permitted:
     def __init__(self, store: Store, answer_s: float) -> None:
         self.store = store
         self.reachable = False
+        self._written = False
         self._answer_s = answer_s
 
     def checks(self) -> Iterator[Check]:
@@ -85,7 +86,7 @@ class _Permitted:
             return
         yield from self._noted("bucket put", self._put)
         yield from self._noted("bucket list", self._list)
-        if self.reachable:
+        if self._written:
             yield from _answered("bucket latency", self._latency, self._answer_s)
 
     def _noted(self, name: str, check: Callable[[], list[Check]]) -> Iterator[Check]:
@@ -114,6 +115,7 @@ class _Permitted:
             honoured = probe(self.store)
         except StoreError as error:
             return [Check("bucket put", "fail", str(error), "the job needs to put objects below its prefix")]
+        self._written = True
         put = Check("bucket put", "ok", f"two small objects stand below {layout.CANARY}/ and read back as written")
         if honoured == "honoured":
             return [
@@ -190,19 +192,20 @@ def store_clock(store: Store) -> tuple[float, float] | None:
     if isinstance(store, FileStore):
         return _file_clock(store)
     endpoint = _endpoint(store.fs) if isinstance(store, FsspecStore) else None
-    if endpoint is None:
-        return None
+    return http_clock(endpoint) if endpoint is not None else None
+
+
+def http_clock(endpoint: str) -> tuple[float, float] | None:
+    """The `Date` of an HTTP server's answer to an unsigned request; None where it does not answer or gives none."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=10) as reply:
             date = reply.headers.get("Date")
-    except urllib.error.HTTPError as error:  # unsigned, so refused; the refusal has a date too
+    except urllib.error.HTTPError as error:  # refused, as it is unsigned; the refusal has a date too
         date = error.headers.get("Date")
         error.close()
     except OSError:
         return None
-    if not date:
-        return None
-    return email.utils.parsedate_to_datetime(date).timestamp(), 1.0
+    return (email.utils.parsedate_to_datetime(date).timestamp(), 1.0) if date else None
 
 
 def _file_clock(store: FileStore) -> tuple[float, float]:

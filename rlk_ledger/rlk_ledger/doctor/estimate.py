@@ -199,7 +199,7 @@ class _Measured:
         )
 
     def _checkpoints(self, count: int, receipts: int) -> Amount:
-        """`count` checkpoints over all receipts; index k covers lowbit(k) of them, so that rows grow by log2(count) / 2."""
+        """`count` checkpoints over all receipts; index k covers lowbit(k), so that rows grow by log2(count) / 2."""
         if not count:
             return NOTHING
         plain = self.checkpoint_fixed.times(count) + self.checkpoint_a_receipt.times(receipts)

@@ -90,7 +90,7 @@ def _place(spool: Path, there: Path, named: str | None) -> Iterator[Check]:
 def _private(there: Path, environment: Mapping[str, str]) -> Iterator[Check]:
     """Folders that a scheduler or a service manager makes for one job and removes with it."""
     job = environment.get("SLURM_JOB_ID", "")
-    mount = mount_of(there, Path("/proc/self/mountinfo").read_text())
+    mount = mount_of(there, _mounts())
     own = [
         environment[name]
         for name in ("SLURM_TMPDIR", "TMPDIR", "PBS_JOBDIR", "_CONDOR_SCRATCH_DIR")
@@ -112,6 +112,10 @@ def _private(there: Path, environment: Mapping[str, str]) -> Iterator[Check]:
         yield Check("spool lifetime", "warn", text, advice)
     else:
         yield Check("spool lifetime", "ok", f"nothing here says that {there} goes when the job ends")
+
+
+def _mounts() -> str:
+    return Path("/proc/self/mountinfo").read_text()
 
 
 def _below(path: Path, folder: str) -> bool:
