@@ -32,6 +32,7 @@ DecisionName = Literal[
     "caused_by_both_sides",
     "insufficient_evidence",
     "not_comparable",
+    "not_applicable",
 ]
 Verdict = Literal["pass", "fail", "inconclusive", "not_comparable", "not_applicable"]
 Side = Literal["rollout", "training"]

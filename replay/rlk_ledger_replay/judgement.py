@@ -125,11 +125,13 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed
     requested: the user asked for the recorded values alone. failed: scoring began and `reason` is the error.
     """
     decision = Decision("insufficient_evidence", "inconclusive", f"The reference did not score: {reason.rstrip('.')}.")
+    if prepared.redacted:
+        decision = replace(decision, decision="not_applicable", verdict="not_applicable")
     arms = []
     if prepared.tokens is not None:
         empty = np.full(len(prepared.tokens), np.nan, dtype=np.float32)
         arms = score_arms(prepared.tokens, References(empty, empty, empty), ("both_native",))
-    finding_id = "evidence.incomplete" if requested else "replay.failed"
+    finding_id = "evidence.incomplete" if requested else "replay.redacted" if prepared.redacted else "replay.failed"
     finding = Finding(finding_id, {"arms": list(ARMS[1:])}, {"reason": reason}, decision.reason)
     return Judgement(decision, tuple(arms), prepared.gates, (finding,), failed=reason if failed else None)
 

@@ -19,7 +19,7 @@ from rlk_ledger_replay.checkpoint import CheckpointError
 from rlk_ledger_replay.gates import Gate
 from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_replay.scorers.engines import Live
-from rlk_ledger_replay.scores import Pass, Tokens, compared_tokens, why_unscorable
+from rlk_ledger_replay.scores import Pass, Tokens, compared_tokens, is_redacted, why_unscorable
 from rlk_ledger_replay.selection import Method, Selection, select
 from rlk_ledger_replay.semantics import SIDES, Declared, Side, declared
 from rlk_ledger_replay.weights import Held, Recorded, find_folder, hold, recorded_versions
@@ -47,7 +47,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A replay ready to score: passes and folders are empty when `blocked` says why nothing can be scored."""
+    """A replay ready to score: passes and folders are empty when `blocked` says why nothing can be scored.
+
+    `redacted`: nothing can, whatever checkpoints there are, because no token id is on record.
+    """
 
     selection: Selection
     tokens: Tokens | None
@@ -56,6 +59,7 @@ class Prepared:
     passes: tuple[Pass, ...] = ()
     folders: dict[int, Path] | None = None
     blocked: str | None = None
+    redacted: bool = False
 
 
 def prepare(
@@ -68,6 +72,11 @@ def prepare(
     first = select(pairs, request.samples, request.seed, request.method)
     if not first.pairs:
         return Prepared(first, None, dict.fromkeys(SIDES, ()), (), blocked="no token is paired, active and finite")
+    if all(is_redacted(pair.sample) for pair in pairs if pair.compared.any()):
+        sides = {side: tuple(_declared(history, pair, side) for pair in first.pairs) for side in SIDES}
+        reason = f"token ids are redacted ({history.redaction}); only their owner can score them again"
+        checks = gates.comparability(first.pairs)
+        return Prepared(first, compared_tokens(first.pairs), sides, tuple(checks), blocked=reason, redacted=True)
     shelf = _Shelf(ledger, history, pairing, request.weights)
     shelf.take(_claimed(first.pairs))
     usable, left_out = _scorable(pairs, shelf.held)

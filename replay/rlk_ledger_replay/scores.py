@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlk_ledger.history import Sample
 from rlk_ledger.pairs import PairedSample
 from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.registry import Decision
@@ -201,6 +202,11 @@ def _place(
         values[one.name][at] = scored[pair][tokens.position_N[at]]
 
 
+def is_redacted(sample: Sample) -> bool:
+    """Whether the response's token ids are hashes, or were left out."""
+    return len(sample.response_token_ids) != len(sample.loss_mask) or sample.response_token_ids.dtype != np.int32
+
+
 def why_unscorable(pair: PairedSample, positions: int, vocabulary: int) -> str | None:
     """Why the decoder cannot score a sample, or None.
 
@@ -208,9 +214,11 @@ def why_unscorable(pair: PairedSample, positions: int, vocabulary: int) -> str |
     """
     sample = pair.sample
     prompt, response = sample.prompt_token_ids, sample.response_token_ids
+    if is_redacted(sample):
+        return "token ids are redacted"
     if prompt is None or not len(prompt):
         return "the prompt was not recorded"
-    if len(response) != len(sample.loss_mask) or response.dtype != np.int32 or prompt.dtype != np.int32:
+    if prompt.dtype != np.int32:
         return "token ids are redacted"
     if len(prompt) + len(response) > positions:
         return f"longer than the model's {positions} positions"

@@ -23,7 +23,7 @@ def combine(
     severities = {one.severity for one in merged}
     if any(one.severity == "error" for one in audit.findings):
         return merged, audit.verdict, code
-    if decision.verdict in ("not_comparable", "fail"):
+    if decision.verdict in ("not_comparable", "fail", "not_applicable"):
         return merged, decision.verdict, code
     if "error" in severities:
         return merged, "inconclusive" if decision.decision == "reference_itself_is_broken" else "fail", code

@@ -7,7 +7,6 @@ still checked, and the next prune under the same policy deletes them. Nothing is
 is damaged, or that differs from another copy of the same events: those are evidence.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -266,16 +265,10 @@ def _inside(record: Record, spans: Spans) -> bool:
 
 def _commit(ledger: Ledger, run_id: str, fresh: Sequence[_Found], said: dict[str, Any]) -> None:
     """Commits the tombstones and, where the run has checkpoints, covers them by one."""
-    options = {"redaction": "drop"} if _lacks_key(ledger.run(run_id)) else {}
-    with ledger.writer(run_id, role="retention", **options) as recorder:
+    with ledger.writer(run_id, role="retention") as recorder:
         for i, entries in enumerate(_grouped(fresh)):
             recorder.record(TYPE, segments=entries, **{**said, "repeated": said["repeated"] if i == 0 else None})
     _checkpoint(ledger, run_id)
-
-
-def _lacks_key(run: Run) -> bool:
-    """A tombstone holds no token, so that it needs no key to hide them: `drop` promises as much as `hash`."""
-    return run.info.redaction == "hash" and not os.environ.get("RLK_REDACTION_KEY")
 
 
 def _grouped(fresh: Sequence[_Found]) -> Iterator[list[PrunedSegment]]:

@@ -1,6 +1,7 @@
 """Writing into a ledger from the inside: replay, audit and importers are writers like any other."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from rlk_ledger_sdk.recorder import Recorder
 
 if TYPE_CHECKING:
     from rlk_ledger.ledger import Ledger
+
+ABOUT = frozenset({"replay", "retention"})
+"""Roles that write about what others recorded."""
 
 
 @contextlib.contextmanager
@@ -44,7 +48,7 @@ def writer(
             spool=spool,
             shipper="off",
             on_error="raise",
-            **{**_as_declared(ledger, run_id, roles or {role: 1}), **options},
+            **{**_as_declared(ledger, run_id, role, roles or {role: 1}), **options},
         )
         if config is None:  # pragma: no cover - a Ledger always has a URL
             raise ConfigError("the ledger has no URL.")
@@ -68,8 +72,11 @@ def writer(
                 spool.rmdir()
 
 
-def _as_declared(ledger: "Ledger", run_id: str, roles: dict[str, int]) -> dict[str, Any]:
-    """The options that make this writer agree with run.json."""
+def _as_declared(ledger: "Ledger", run_id: str, role: str, roles: dict[str, int]) -> dict[str, Any]:
+    """The options that make this writer agree with run.json.
+
+    Who only writes about a run needs no key to hide its tokens: he has none, and `drop` promises as much as `hash`.
+    """
     try:
         info = ledger.run(run_id).info
     except LedgerError:
@@ -77,4 +84,6 @@ def _as_declared(ledger: "Ledger", run_id: str, roles: dict[str, int]) -> dict[s
     mode = {"fast": "off", **info.mode}
     if mode.get("consistency", "off") == "off":
         mode["consistency"] = "audit"
-    return {"roles": info.roles or roles, "mode": mode, "redaction": info.redaction, "lineage": info.lineage}
+    keyless = role in ABOUT and info.redaction == "hash" and not os.environ.get("RLK_REDACTION_KEY")
+    redaction = "drop" if keyless else info.redaction
+    return {"roles": info.roles or roles, "mode": mode, "redaction": redaction, "lineage": info.lineage}

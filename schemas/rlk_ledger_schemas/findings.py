@@ -307,6 +307,20 @@ FINDINGS: dict[str, FindingType] = {
         "select * from cases where run_id = $run",
         "The named variant is what the side runs; change it or declare it.",
     ),
+    "replay.redacted": _f(
+        "gap",
+        "the run's token ids are hashed or were left out, so that nobody can score them again",
+        "run.opened with `redaction`",
+        "select redaction from runs where run_id = $run",
+        "`audit` and `drift` judge what was recorded. To replay, record without redaction where the data may be kept.",
+    ),
+    "tokens.redacted": _f(
+        "info",
+        "token ids and their digests were left out: whether the sides scored the same tokens is not on record",
+        "run.opened with `redaction = drop`",
+        "select redaction from runs where run_id = $run",
+        "Redaction `hash` keeps tokens comparable without showing them.",
+    ),
     "replay.failed": _f(
         "gap",
         "an arm of the replay could not be measured",

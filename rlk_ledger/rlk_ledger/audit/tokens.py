@@ -107,6 +107,9 @@ def _keys(view: View) -> Iterable[Finding]:
             {"reason": "processes redact in different ways, or with different keys: equal tokens look different"},
             "Give every process of a run one redaction, and every one that hashes the same RLK_REDACTION_KEY.",
         )
+    dropped = [s for s in view.pairing.samples if s.token_key == "drop"]
+    if dropped:
+        yield Finding("tokens.redacted", {"samples": len(dropped), "sample_id": dropped[0].sample_id}, {})
 
 
 def _differs(recorded: str, own: str) -> bool:

@@ -12,6 +12,7 @@ from rlk_ledger.spans import intersect, merged, subtract, total
 from rlk_ledger.store import FileStore, Missing, Store
 from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.finding import Finding, finding
+from rlk_ledger.writer import ABOUT
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import Receipt, RunInfo
@@ -184,8 +185,10 @@ _CONSEQUENCE = {
 def _redeclared(events: _Reader, run_id: str, info: RunInfo | None) -> Iterator[Finding]:
     """Processes whose `run.opened` declares other roles, another redaction or another key than run.json holds."""
     said: dict[str, str] = {}
+    roles = {str(fields.get("writer_id")): fields.get("role") for fields in events.events("writer.opened")}
     for fields in events.events("run.opened"):
-        for name in ("roles", "redaction", "redaction_key_id"):
+        about = roles.get(str(fields.get("writer_id"))) in ABOUT and fields.get("redaction") == "drop"
+        for name in ("roles",) if about else ("roles", "redaction", "redaction_key_id"):
             if info is not None and name in fields and fields[name] != getattr(info, name):
                 consequence = _CONSEQUENCE[name]
                 declared = f"it declared {name} {fields[name]!r}, run.json holds {getattr(info, name)!r}"
