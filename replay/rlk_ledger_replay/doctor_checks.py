@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from rlk_ledger.doctor.check import Check
+from rlk_ledger.doctor.check import Check, State
 from rlk_ledger_replay.arms import ARMS
 from rlk_ledger_replay.scorers.engines import ENGINES, EngineSpec, parse_pythons
 from rlk_ledger_schemas.errors import UsageError
@@ -57,7 +58,7 @@ def reference(python: str, timeout_s: float = TIMEOUT_S) -> Iterator[Check]:
     seen, why = _asked(python, ["-c", _TORCH], timeout_s)
     arms = ", ".join(ARMS)
     if seen is None:
-        state = "unknown" if why.startswith("no answer") else "note"
+        state: State = "unknown" if why.startswith("no answer") else "note"
         yield Check("torch", state, why, 'pip install "rlk-ledger[replay]"')
         yield Check(
             "replay arms", state, f"of {arms} only both_native can be told, by `audit`: the reference needs torch"
@@ -78,13 +79,13 @@ def live(spec: EngineSpec, python: str, timeout_s: float = TIMEOUT_S) -> Check:
     seen, why = _asked(python, ["-c", _IMPORT, IMPORTS[spec.name]], timeout_s)
     name = f"scorer {spec.name}"
     if seen is None:
-        state = "unknown" if why.startswith("no answer") else "note"
+        state: State = "unknown" if why.startswith("no answer") else "note"
         return Check(name, state, f"not for --scorer {spec.name}: {why}", f"{spec.install}, or RLK_SCORER_PYTHON")
     text = f"{spec.name} {seen['version']} is importable, not run, by {python}"
     return Check(name, "note", text, f"`rlk-ledger replay --scorer {spec.name}` runs it and its guards")
 
 
-def _asked(python: str, arguments: Sequence[str], timeout_s: float) -> tuple[dict[str, object] | None, str]:
+def _asked(python: str, arguments: Sequence[str], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
     """(the JSON document on the last line of what an interpreter printed, or None and why there is none)."""
     try:
         done = subprocess.run(

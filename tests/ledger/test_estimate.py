@@ -15,7 +15,7 @@ from rlk_ledger.store import open_store
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_sdk import api
 
-BYTES_WITHIN, REQUESTS_WITHIN = 1.25, 1.6
+BYTES_WITHIN, REQUESTS_WITHIN = 1.15, 1.6
 """The stated factors: what was estimated is at most this much more, or less, than what was measured."""
 
 
