@@ -75,8 +75,8 @@ def prepare(
     if all(is_redacted(pair.sample) for pair in pairs if pair.compared.any()):
         sides = {side: tuple(_declared(history, pair, side) for pair in first.pairs) for side in SIDES}
         reason = f"token ids are redacted ({history.redaction}); only their owner can score them again"
-        checks = gates.comparability(first.pairs)
-        return Prepared(first, compared_tokens(first.pairs), sides, tuple(checks), blocked=reason, redacted=True)
+        alike = tuple(gates.comparability(first.pairs))
+        return Prepared(first, compared_tokens(first.pairs), sides, alike, blocked=reason, redacted=True)
     shelf = _Shelf(ledger, history, pairing, request.weights)
     shelf.take(_claimed(first.pairs))
     usable, left_out = _scorable(pairs, shelf.held)

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 from rlk_ledger import layout
 from rlk_ledger.chain import held_ranges
+from rlk_ledger.checkpoints import latest, make
 from rlk_ledger.holds import refuse_held, this_person
 from rlk_ledger.ledger import Ledger, Run, SegmentFile
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
+from rlk_ledger.signing import load_signer
 from rlk_ledger.spans import Spans, intersect, merged
 from rlk_ledger.store import Missing
 from rlk_ledger.summary import writer_states
@@ -288,6 +290,8 @@ def _grouped(fresh: Sequence[_Found]) -> Iterator[list[PrunedSegment]]:
 
 def _checkpoint(ledger: Ledger, run_id: str) -> None:
     """A run with checkpoints gets another, so that the tombstone is as hard to forge as what it speaks of."""
+    if latest(ledger.store, run_id) is not None:
+        make(ledger.store, run_id, load_signer())
 
 
 def _delete(ledger: Ledger, run_id: str, names: Sequence[str]) -> None:

@@ -14,13 +14,16 @@ from rlk_ledger import cli, holds, layout
 from rlk_ledger.audit import audit
 from rlk_ledger.build import build, event
 from rlk_ledger.chain import Ending
+from rlk_ledger.checkpoints import latest
+from rlk_ledger.checkpoints import make as make_checkpoint
 from rlk_ledger.history import load_history
 from rlk_ledger.ledger import Ledger, open_ledger
 from rlk_ledger.records import Record
 from rlk_ledger.retention import Policy, prune
+from rlk_ledger.signing import new_key
 from rlk_ledger.store import Store
 from rlk_ledger.summary import detail, overview
-from rlk_ledger.tombstones import NEEDED
+from rlk_ledger.tombstones import NEEDED, TYPE
 from rlk_ledger.verify import verify
 from rlk_ledger.verify.finding import Finding
 from rlk_ledger_schemas.errors import LedgerError, StoreError
@@ -362,6 +365,64 @@ def test_a_tombstone_that_states_an_event_its_segment_never_held_excuses_nothing
     invented = event(RUN, A, 900, "gap", kind="bulk", first=0, last=899, reason="x").envelope
     forged(root, lambda entry: entry["statements"].append(invented))
     assert any("which the segment did not hold" in f.text for f in verify(str(root)).findings)
+
+
+def stated(root: Path) -> str:
+    """Deletes a segment and says so in a tombstone that is right in everything, as an attacker would."""
+    return forged(root, lambda entry: None)
+
+
+def kinds(root: Path, **options: Any) -> dict[str, str]:
+    return {f.kind: f.object for f in verify(str(root), **options).findings if f.severity != "info"}
+
+
+def test_a_prune_of_a_run_with_checkpoints_is_covered_by_one_before_anything_is_deleted(root: Path) -> None:
+    ledger = open_ledger(str(root))
+    make_checkpoint(ledger.store, RUN)
+    before = verify(str(root))
+    ledger.store = Interrupted(ledger.store, "delete", 1, False, Stop)  # type: ignore[assignment]
+    with pytest.raises(Stop):
+        prune(ledger, RUN, ALL)
+    newest = latest(open_ledger(str(root)).store, RUN)
+    tombstone = next(r for r in open_ledger(str(root)).run(RUN).receipts if any(t.type == TYPE for t in r.types))
+    assert newest.info.marks[tombstone.shipper] >= tombstone.n
+    prune(open_ledger(str(root)), RUN, ALL)
+    after = verify(str(root))
+    assert comparable(after.findings, ("segment.pruned", "signature.unchecked")) == list(before.findings)
+
+
+def test_deleting_a_covered_segment_behind_an_uncovered_tombstone_is_named(root: Path) -> None:
+    make_checkpoint(open_ledger(str(root)).store, RUN)
+    before = kinds(root)
+    stated(root)
+    new = {kind: object_ for kind, object_ in kinds(root).items() if kind not in before}
+    assert new.keys() == {"prune.unvouched"}
+    assert new["prune.unvouched"].startswith(f"runs/{RUN}/receipt/")
+    assert verify(str(root)).exit_code == 3
+
+
+def test_against_a_copy_kept_elsewhere_a_checkpoint_over_the_forged_tombstone_does_not_help(root: Path) -> None:
+    copy = make_checkpoint(open_ledger(str(root)).store, RUN)
+    before = kinds(root, checkpoints=[copy])
+    stated(root)
+    make_checkpoint(open_ledger(str(root)).store, RUN)
+    assert "prune.unvouched" in kinds(root, checkpoints=[copy]).keys() - before.keys()
+    assert "prune.unvouched" not in kinds(root), "the bucket alone cannot tell"
+
+
+def test_with_a_key_only_what_it_covers_excuses_a_segment(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    signer = new_key(tmp_path / "key.pem")
+    make_checkpoint(open_ledger(str(root)).store, RUN, signer)
+    keys = [signer.public_key]
+    monkeypatch.setenv("RLK_SIGNING_KEY", str(tmp_path / "key.pem"))
+    prune(open_ledger(str(root)), RUN, Policy(before_step=3))
+    assert "prune.unvouched" not in kinds(root, keys=keys), "the operator's checkpoint covers his tombstone"
+    monkeypatch.delenv("RLK_SIGNING_KEY")
+    prune(open_ledger(str(root)), RUN, ALL)
+    assert "prune.unvouched" in kinds(root, keys=keys), "an unsigned checkpoint covers nothing for who has the key"
 
 
 # -- holds -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rlk_ledger.verify.checkpoints import check_checkpoints
 from rlk_ledger.verify.copies import copies_of, read_copies
 from rlk_ledger.verify.finding import KINDS, Covered, Finding, VerifyResult, finding, result
 from rlk_ledger.verify.indexes import check_index
-from rlk_ledger.verify.pruned import check_pruned, graves_of
+from rlk_ledger.verify.pruned import Vouched, check_pruned, graves_of
 from rlk_ledger.verify.seal import check_seal
 from rlk_ledger.verify.segment import check_segment
 from rlk_ledger.verify.writers import check_writers
@@ -75,7 +75,8 @@ def verify(
         findings += check_promise(chain.info, layout.run_json(run))
         findings += check_index(store, run, chain.receipts)
         findings += check_seal(store, run, info, chain, coverage, publics)
-        findings += check_pruned(store, run, chain.receipts, graves, absent)
+        vouched = Vouched(coverage, copies_of(copies, run), bool(publics))
+        findings += check_pruned(store, run, chain.receipts, graves, absent, vouched)
         findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
         receipts += chain.receipts
     return result(

@@ -61,6 +61,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "run.open": ("info", "ranks that have not reported while the run is still open"),
     "duplicates": ("info", "events committed twice with the same bytes; views show them once"),
     "segment.pruned": ("info", "segments deleted on purpose, as a tombstone says; their receipts stay"),
+    "prune.unvouched": ("gap", "segments are gone, and what says they were pruned came after all that is believed"),
     "prune.unfinished": ("info", "segments that a tombstone names and that are still there: a prune was cut short"),
     "run.held": ("info", "a hold forbids pruning the run"),
     "store.overwrites": ("info", "the store ignored put-if-absent when the ledger or the run began"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from rlk_ledger import layout
 from rlk_ledger.holds import damaged as damaged_holds
@@ -10,6 +11,7 @@ from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.tombstones import Grave, Graves, Tombstone, read_graves, summary
+from rlk_ledger.verify.checkpoints import Copy, Coverage
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.fingerprints import sha256
@@ -29,14 +31,44 @@ def graves_of(store: Store, run_id: str, receipts: Sequence[Receipt]) -> Graves:
     return read_graves(receipts, read)
 
 
+class Vouched(NamedTuple):
+    """By what a receipt is believed: the checkpoints, copies of them kept elsewhere, and whether keys were given.
+
+    Checkpoints in the bucket are whoever's may write to it. Where something better is at hand - a key, else a copy -
+    only that counts.
+    """
+
+    coverage: Coverage
+    copies: Sequence[Copy]
+    keys: bool
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything at all by which receipts could be believed."""
+        return self.keys or bool(self.copies) or self.coverage.newest is not None
+
+    def believes(self, receipt: Receipt) -> bool:
+        """Whether nobody without a key, or after the newest copy, can have written it."""
+        if self.keys or not self.copies:
+            return self.coverage.covers(receipt.shipper, receipt.n)
+        mark = max(copy.checkpoint.info.marks.get(receipt.shipper, -1) for copy in self.copies)
+        return receipt.n <= mark or (mark >= 0 and (receipt.shipper, receipt.n) in self.coverage.believed)
+
+
 def check_pruned(
-    store: Store, run_id: str, receipts: Sequence[Receipt], graves: Graves, absent: Collection[str]
+    store: Store,
+    run_id: str,
+    receipts: Sequence[Receipt],
+    graves: Graves,
+    absent: Collection[str],
+    vouched: Vouched,
 ) -> list[Finding]:
     """What tombstones and holds account for and what is wrong with them; `absent` are the named segments that are gone.
 
     Raises StoreError.
     """
     out = [*_pruned(run_id, receipts, graves, absent), *_refused(run_id, graves)]
+    out += _unvouched(run_id, graves, absent, vouched)
     for path, text in damaged_holds(store, run_id):
         out.append(finding("hold.damaged", path, text))
     for state in read_holds(store, run_id):
@@ -67,6 +99,24 @@ def _pruned(run_id: str, receipts: Sequence[Receipt], graves: Graves, absent: Co
         path = layout.segment_path(run_id, found[0].receipt.segment.name)
         text = f"{len(found)} segments are named by a tombstone and still there; {_said(run_id, found[0].tombstone)}"
         yield finding("prune.unfinished", path, f"{text}; `rlk-ledger prune` under the same policy goes on")
+
+
+def _unvouched(run_id: str, graves: Graves, absent: Collection[str], vouched: Vouched) -> Iterator[Finding]:
+    """Tombstones that anybody could have written who can write to the bucket, where the bucket is not all there is."""
+    if not vouched.anything:
+        return
+    gone: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(absent):
+        tombstone = graves.by_name[name].tombstone
+        if not vouched.believes(tombstone.receipt):
+            gone.setdefault((tombstone.receipt.shipper, tombstone.receipt.n), []).append(name)
+    for place, names in gone.items():
+        newer = "the copies" if vouched.copies and not vouched.keys else "the newest checkpoint that is believed"
+        text = (
+            f"{len(names)} segments are gone ({names[0]} ...); the tombstone in this receipt came after {newer} and "
+            "bears no registered signature: whoever can write to the bucket can have written it"
+        )
+        yield finding("prune.unvouched", layout.receipt_path(run_id, *place), text)
 
 
 def _said(run_id: str, tombstone: Tombstone) -> str:
