@@ -302,7 +302,6 @@ def test_a_seal_that_says_other_than_what_it_seals(url: str) -> None:
         {"open": (A, C)},
         {"roster": {**found.roster, "rollout": msgspec.structs.replace(found.roster["rollout"], opened=2)}},
         {"checkpoint": msgspec.structs.replace(found.checkpoint, size=7)},
-        {"checkpoint": msgspec.structs.replace(found.checkpoint, k=3)},
         {"checkpoint": msgspec.structs.replace(found.checkpoint, digest="sha256:" + "0" * 64)},
     ):
         rewrite(ledger, **changes)
@@ -311,6 +310,17 @@ def test_a_seal_that_says_other_than_what_it_seals(url: str) -> None:
         assert [(f.kind, f.object) for f in result.findings if f.severity == "error"] == [("seal.differs", path)]
         rewrite(ledger, **msgspec.structs.asdict(found))
     assert verify(url, RUN).exit_code == Exit.GAP
+
+
+def test_a_seal_on_a_checkpoint_that_is_gone(url: str) -> None:
+    ledger = made(url)
+    found = seal(ledger.store, RUN).seal
+    rewrite(ledger, checkpoint=msgspec.structs.replace(found.checkpoint, k=3))
+    assert kinds(url)["checkpoint.missing"] == layout.checkpoint_path(RUN, 3)
+    rewrite(ledger, checkpoint=found.checkpoint)
+    (Path(url) / layout.checkpoint_path(RUN, 0)).unlink()
+    hits = [(f.kind, f.object) for f in verify(url, RUN).findings if f.kind != "receipt.uncovered"]
+    assert hits == [("checkpoint.missing", layout.checkpoint_path(RUN, 0))], "said once"
 
 
 def test_a_seal_of_another_run_or_ledger_is_misplaced(url: str, tmp_path: Path) -> None:

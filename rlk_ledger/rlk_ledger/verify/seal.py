@@ -37,9 +37,9 @@ def check_seal(
     if seal.run_id != run_id or (ledger is not None and seal.ledger_id != ledger.ledger_id):
         return [finding("seal.misplaced", path, f"it is the seal of run {seal.run_id!r} of ledger {seal.ledger_id}")]
     found = [*_check_signature(path, seal, keys), *_check_unfinished(path, seal, chains.receipts)]
-    checkpoint, wrong = _stands_on(store, run_id, seal)
-    if wrong:
-        found.append(finding("seal.differs", path, wrong))
+    checkpoint, wrong = _stands_on(store, run_id, path, seal)
+    if wrong is not None and (wrong.kind, wrong.object) not in {(f.kind, f.object) for f in coverage.findings}:
+        found.append(wrong)
     if checkpoint is None:
         return found
     found += _check_census(store, run_id, path, seal, chains, checkpoint)
@@ -63,18 +63,19 @@ def _check_signature(path: str, seal: Seal, keys: Sequence[bytes]) -> Iterator[F
         yield finding("seal.unsigned", path, f"it is signed by another key than was given: {seal.public_key}")
 
 
-def _stands_on(store: Store, run_id: str, seal: Seal) -> tuple[Checkpoint | None, str]:
-    """The checkpoint the seal names, and how it is another than the seal says; both empty where it is damaged."""
+def _stands_on(store: Store, run_id: str, path: str, seal: Seal) -> tuple[Checkpoint | None, Finding | None]:
+    """The checkpoint the seal names, and how it is another than the seal says; neither where it is damaged."""
     where = layout.checkpoint_path(run_id, seal.checkpoint.k)
     try:
         there = read_checkpoint(store, run_id, seal.checkpoint.k)
     except Missing:
-        return None, f"{where}, on which it stands, is gone"
+        return None, finding("checkpoint.missing", where, f"it is gone, and {path} stands on it")
     except LedgerError:  # said where it was found
-        return None, ""
+        return None, None
     if sealed_checkpoint(there) != seal.checkpoint:
-        return None, f"{where} is another than the one on which it stands: {there.size} receipts, {there.digest}"
-    return there, ""
+        text = f"{where} is another than the one on which it stands: {there.size} receipts, {there.digest}"
+        return None, finding("seal.differs", path, text)
+    return there, None
 
 
 def _check_census(
