@@ -92,7 +92,7 @@ class Outbox:
             return
         size = count = 0
         for record in self.pending:
-            weight = len(record.envelope) + sum(len(a.data) for a in record.arrays.values())
+            weight = len(record.envelope) + sum([len(a.data) for a in record.arrays.values()])
             if count and size + weight > SEGMENT_BYTES:
                 break
             size, count = size + weight, count + 1

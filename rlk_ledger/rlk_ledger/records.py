@@ -40,18 +40,9 @@ PROJECTIONS: dict[str, Promoted] = {
     **{name: Promoted(kind, (name,)) for name, kind in FIXED.items() if kind != "binary"},
     **PROMOTED,
 }
-_BY_KEY: dict[str, list[tuple[str, Promoted]]] = {}
-for _name, _column in PROJECTIONS.items():
-    _BY_KEY.setdefault(_column.path[0], []).append((_name, _column))
-
-
+_PYTHON: dict[str, type] = {"string": str, "int64": int, "int32": int, "float64": float}
 _INT32 = 2**31
-# Columns that hold an envelope field as it is when it has this Python type and fits 32 bits: the common case.
-_SIMPLE: dict[str, type] = {
-    name: {"string": str, "int64": int, "int32": int}[column.type]
-    for name, column in PROJECTIONS.items()
-    if column.path == (name,) and len(_BY_KEY[name]) == 1 and column.type != "float64"
-}
+_LIMITS = {"int32": _INT32, "int64": 2**63}
 
 
 class Record(NamedTuple):
@@ -64,12 +55,27 @@ class Record(NamedTuple):
     leaf: bytes
 
 
+class _Key(msgspec.Struct):
+    type: Any = None
+    writer_id: Any = None
+    seq: Any = None
+
+
+_decode_key = msgspec.msgpack.Decoder(_Key).decode
+
+
 def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
     """The record of an event's bytes; writer and number are read from the envelope. Raises FormatError."""
-    fields = decode_envelope(envelope)
-    writer, seq = fields.get("writer_id"), fields.get("seq")
-    if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
-        raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
+    try:
+        key = _decode_key(envelope)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        key = _Key()
+    writer, seq = key.writer_id, key.seq
+    if type(key.type) is not str or type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
+        fields = decode_envelope(envelope)  # says what is wrong when it is no envelope at all
+        writer, seq = fields.get("writer_id"), fields.get("seq")
+        if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
+            raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
     return Record(writer, seq, envelope, arrays, leaf_hash(envelope, arrays))
 
 
@@ -98,9 +104,7 @@ def build_table(
     `array_names` gives them, where they are not those of this version; they must hold every array of `records`.
     """
     fields = decoded if decoded is not None else [decode_envelope(r.envelope) for r in records]
-    columns: dict[str, pa.Array] = {}
-    for name, values in _projections(fields).items():
-        columns[name] = pa.array(values, _PLAIN[PROJECTIONS[name].type])
+    columns = _projections(fields)
     columns["body"] = pa.array([r.envelope for r in records], pa.binary())
     columns["leaf"] = pa.array([r.leaf for r in records], pa.binary())
     names = _array_names(records) if names is None else names
@@ -112,19 +116,25 @@ def build_table(
     return pa.Table.from_arrays([columns[name] for name in order], schema=schema)
 
 
-def _projections(decoded: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {name: [None] * len(decoded) for name in PROJECTIONS}
-    for row, fields in enumerate(decoded):
-        for key, value in fields.items():
-            simple = _SIMPLE.get(key)
-            if (simple is str and type(value) is str) or (
-                simple is int and type(value) is int and -_INT32 < value < _INT32
-            ):
-                out[key][row] = value
-            elif key in _BY_KEY:
-                for name, column in _BY_KEY[key]:
-                    out[name][row] = _bounded(project(fields, column), column.type)
+def _projections(decoded: Sequence[dict[str, Any]]) -> dict[str, pa.Array]:
+    there = set[str]().union(*decoded)
+    out = {}
+    for name, column in PROJECTIONS.items():
+        values = _projection(column, decoded) if column.path[0] in there else None
+        kind = _PLAIN[column.type]
+        out[name] = pa.nulls(len(decoded), kind) if values is None else pa.array(values, kind)
     return out
+
+
+def _projection(column: Promoted, decoded: Sequence[dict[str, Any]]) -> list[Any]:
+    """One column. Most hold one plain type and are taken as they are, the others value by value as `project` says."""
+    values = [fields.get(column.path[0]) for fields in decoded]
+    if len(column.path) == 1 and {*map(type, values)} <= {_PYTHON[column.type], type(None)}:
+        limit = _LIMITS.get(column.type)
+        known = [value for value in values if value is not None] if limit else []
+        if not known or (min(known) > -limit and max(known) < limit):
+            return values
+    return [_bounded(project(fields, column), column.type) for fields in decoded]
 
 
 def _bounded(value: Any, kind: str) -> Any:

@@ -120,7 +120,7 @@ def _clustered(record: Record) -> _Row:
 
 
 def _size(record: Record) -> int:
-    return len(record.envelope) + sum(len(a.data) for a in record.arrays.values()) + _ROW_OVERHEAD
+    return len(record.envelope) + sum([len(a.data) for a in record.arrays.values()]) + _ROW_OVERHEAD
 
 
 def _groups(clustered: Sequence[_Row]) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 pack_u32 = _U32.pack
 NO_ARRAYS = _U16.pack(0)
+_sha256 = hashlib.sha256
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -40,33 +41,42 @@ def encode_payload(envelope: bytes, arrays: dict[str, Array]) -> bytes:
 
 def decode_payload(payload: bytes | memoryview) -> tuple[bytes, dict[str, Array]]:
     """(envelope, arrays) of one payload; raises FormatError when the lengths do not add up."""
-    view = memoryview(payload)
+    data = payload if type(payload) is bytes else bytes(payload)
+    total = len(data)
     try:
-        (size,) = _U32.unpack_from(view)
-        envelope, at = _take(view, 4, size)
-        (count,) = _U16.unpack_from(view, at)
+        (size,) = _U32.unpack_from(data)
+        at = 4 + size
+        envelope = data[4:at]
+        (count,) = _U16.unpack_from(data, at)
         at += 2
         arrays: dict[str, Array] = {}
         for _ in range(count):
-            name, at = _take(view, at + 1, view[at])
-            dtype, at = _take(view, at + 1, view[at])
-            (nbytes,) = _U64.unpack_from(view, at)
-            data, at = _take(view, at + 8, nbytes)
-            arrays[name.decode()] = _array(dtype.decode(), data)
+            end = at + 1 + data[at]
+            name = data[at + 1 : end].decode()
+            at, end = end, end + 1 + data[end]
+            dtype = data[at + 1 : end].decode()
+            (nbytes,) = _U64.unpack_from(data, end)
+            at = end + 8 + nbytes
+            if at > total:
+                raise IndexError(f"{nbytes} bytes wanted at {end + 8}, {total - end - 8} left")
+            if dtype not in ITEMSIZE or nbytes % ITEMSIZE[dtype]:
+                raise FormatError(f"an array of {dtype!r} with {nbytes} bytes is not possible.")
+            arrays[name] = Array(dtype, data[end + 8 : at])
     except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise FormatError(f"payload of {len(view)} bytes ends early or is garbled ({error}).") from None
-    if at != len(view) or list(arrays) != sorted(arrays) or len(arrays) != count:
-        raise FormatError(f"payload has {len(view)} bytes, its contents end at {at}, or its arrays are out of order.")
+        raise FormatError(f"payload of {total} bytes ends early or is garbled ({error}).") from None
+    if at != total or len(arrays) != count or (count > 1 and list(arrays) != sorted(arrays)):
+        raise FormatError(f"payload has {total} bytes, its contents end at {at}, or its arrays are out of order.")
     return envelope, arrays
 
 
 def leaf_hash(envelope: bytes, arrays: dict[str, Array]) -> bytes:
     """The 32-byte leaf of one event."""
-    hasher = hashlib.sha256(b"\0" + _U32.pack(len(envelope)) + envelope)
-    for name in sorted(arrays):
+    parts = [b"\0", _U32.pack(len(envelope)), envelope]
+    for name in sorted(arrays) if len(arrays) > 1 else arrays:
         array = arrays[name]
-        hasher.update(_head(name, array.dtype) + _U64.pack(len(array)) + hashlib.sha256(array.data).digest())
-    return hasher.digest()
+        data = array.data
+        parts += (_head(name, array.dtype), _U64.pack(len(data) // ITEMSIZE[array.dtype]), _sha256(data).digest())
+    return _sha256(b"".join(parts)).digest()
 
 
 def decode_envelope(envelope: bytes) -> dict[str, Any]:
@@ -84,15 +94,3 @@ def decode_envelope(envelope: bytes) -> dict[str, Any]:
 def _head(name: str, dtype: str) -> bytes:
     n, d = name.encode(), dtype.encode()
     return bytes((len(n),)) + n + bytes((len(d),)) + d
-
-
-def _take(view: memoryview, at: int, size: int) -> tuple[bytes, int]:
-    if at + size > len(view):
-        raise IndexError(f"{size} bytes wanted at {at}, {len(view) - at} left")
-    return bytes(view[at : at + size]), at + size
-
-
-def _array(dtype: str, data: bytes) -> Array:
-    if dtype not in ITEMSIZE or len(data) % ITEMSIZE[dtype]:
-        raise FormatError(f"an array of {dtype!r} with {len(data)} bytes is not possible.")
-    return Array(dtype, data)

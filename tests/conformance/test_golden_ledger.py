@@ -110,6 +110,7 @@ def test_the_tool_still_makes_the_same_events_and_chains(tool, tmp_path: Path) -
             fields["segment"] = {k: v for k, v in fields["segment"].items() if k not in ("sha256", "bytes")}
             fields.pop("self")
             fields.pop("previous", None)
+            fields.pop("samples", None)  # receipts say it since golden-1 was frozen
     assert again == want
 
 
