@@ -28,7 +28,7 @@ def canonical_json(value: Any) -> bytes:
 def _checked(value: Any, path: str) -> Any:
     kind = type(value)
     if kind is str:
-        if any("\ud800" <= c <= "\udfff" for c in value):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise FingerprintError(f"`{path}` holds a lone surrogate, which is not text; encode it first.")
         return value
     if value is None or kind is bool:
