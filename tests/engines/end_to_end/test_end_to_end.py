@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from store_servers import SeaweedFS
 
 import rlk_ledger
 from rlk_ledger.ledger import Ledger
@@ -34,10 +35,19 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """All variants, run by one vLLM process and two Megatron ranks."""
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a ledger on an S3 server of its own; its address and credentials are in the environment only."""
+    with SeaweedFS(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environ.items():
+            patch.setenv(name, value)
+        yield server.url("end-to-end")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Iterator[Job]:
+    """All variants, run by one vLLM process and two Megatron ranks into one bucket."""
     root = tmp_path_factory.mktemp("end-to-end")
-    made = Job(str(root), str(resources.files("rlk_ledger_replay") / "model"))
+    made = Job(str(root), str(resources.files("rlk_ledger_replay") / "model"), bucket)
     made.untie()
     file = root / "job.json"
     file.write_bytes(msgspec.json.encode(made))
@@ -99,6 +109,20 @@ def test_the_record_is_whole(ledger: Ledger, name: str) -> None:
     missing = {"rank.missing"} if BY_NAME[name].lost_rank is not None else set()
     assert {one.kind for one in checked.findings if one.severity != "info"} == missing
     assert checked.exit_code == (3 if missing else 0)
+
+
+def test_no_object_holds_a_credential(job: Job, ledger: Ledger) -> None:
+    """They reached every process through the environment; nothing of it is recorded."""
+    secrets = [os.environ[name].encode() for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
+    for entry in ledger.store.list(""):
+        data = ledger.store.read(entry.path)
+        assert not any(secret in data for secret in secrets), entry.path
+    events = 0
+    for name in EXPECTED:
+        for record in ledger.run(name).records():  # segments are compressed: what they hold is looked at unpacked
+            events += 1
+            assert not any(secret in record.envelope for secret in secrets), (name, record.writer_id, record.seq)
+    assert events > 1000
 
 
 def test_every_sample_that_was_handed_over_is_recorded_with_both_sides_values(job: Job, ledger: Ledger) -> None:

@@ -123,7 +123,7 @@ def publish(job: Job, variant: Variant, model: Any, watch: Any, version: int) ->
     target = job.weights(variant, version)
     target.parent.mkdir(parents=True, exist_ok=True)
     megatron.export(model, job.model(variant), target, torch.bfloat16)
-    watch.published(version_name(version), job.weights_path(variant, version), dtype=torch.bfloat16)
+    watch.published(version_name(version), str(job.weights(variant, version)), dtype=torch.bfloat16)
     dist.barrier()
 
 

@@ -43,10 +43,14 @@ VARIANTS = (
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Where a run of all variants keeps what it makes; `shipped` is the folder of the shipped model."""
+    """Where a run of all variants keeps what it makes.
+
+    `shipped` is the folder of the shipped model, `ledger` the URL of the one ledger that all runs are in.
+    """
 
     root: str
     shipped: str
+    ledger: str
 
     def model(self, variant: Variant) -> Path:
         """The folder of a variant's first weights."""
@@ -63,11 +67,6 @@ class Job(msgspec.Struct, frozen=True):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     @property
-    def ledger(self) -> Path:
-        """The one ledger all runs are in."""
-        return Path(self.root) / "ledger"
-
-    @property
     def spool(self) -> Path:
         """The recorders' spool."""
         return Path(self.root) / "spool"
@@ -82,12 +81,8 @@ class Job(msgspec.Struct, frozen=True):
         return Path(self.root) / "work" / variant.name
 
     def weights(self, variant: Variant, version: int) -> Path:
-        """The checkpoint of one version; beside the ledger, so that replay finds it by a relative path."""
+        """The checkpoint of one version: an absolute path, as a ledger in a bucket has no folder beside it."""
         return Path(self.root) / "weights" / variant.name / version_name(version)
-
-    def weights_path(self, variant: Variant, version: int) -> str:
-        """The same as it is recorded: relative to the ledger's folder's parent."""
-        return f"weights/{variant.name}/{version_name(version)}"
 
 
 def version_name(version: int) -> str:
