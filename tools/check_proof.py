@@ -143,7 +143,7 @@ def main():
         texts = [pathlib.Path(x).read_bytes().decode() for x in (given.bundle, given.checkpoint) if x]
         vkeys = [pathlib.Path(x).read_text().strip() if pathlib.Path(x).is_file() else x for x in given.key]
         bundle, kept = json.loads(texts[0]), texts[1] if given.checkpoint else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         parser.error(str(error))
     try: print(check(bundle, vkeys, kept))
     except Exception as error: sys.exit(f"not proved: {error}")
