@@ -79,7 +79,7 @@ class Chain:
         self.n = 0
         self.previous: str | None = None
         self._wall_us = wall_us
-        self._signer = signer  # one for the whole chain: its first receipt names the key
+        self.signer = signer  # one for the whole chain: its first receipt names the key
 
     def draft(self, records: Sequence[Record], endings: Mapping[str, Ending] | None = None) -> Draft:
         """The next segment and receipt for `records`; `endings` names writers found dead. Raises FormatError."""
@@ -102,7 +102,7 @@ class Chain:
             ledger_json=sha256(self.contact.ledger_bytes) if self.n == 0 else None,
             run_json=sha256(self.contact.run_bytes) if self.n == 0 else None,
         )
-        data = encode_receipt(signed(receipt, self._signer))
+        data = encode_receipt(signed(receipt, self.signer))
         path = layout.receipt_path(run_id, self.shipper, self.n)
         return Draft(layout.segment_path(run_id, name), segment.data, path, data, decode_receipt(data, path))
 

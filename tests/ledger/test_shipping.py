@@ -293,7 +293,8 @@ def test_another_shipper_under_the_same_identity_is_a_fork_and_costs_a_new_ident
     shipper = Shipper(spool)
     shipper.cycle(flush=True)
     (box,) = shipper.outboxes.values()
-    twin = Chain(open_store(url), box.chain.contact, shipper=box.chain.shipper)
+    chain = box.chain  # a process that was cloned has its identity and its key twice
+    twin = Chain(open_store(url), chain.contact, shipper=chain.shipper, signer=chain.signer)
     twin.n, twin.previous = box.chain.n, box.chain.previous
     strange = new_writer(spool=spool.parent / "elsewhere")
     twin.publish(twin.draft([strange.put()]))

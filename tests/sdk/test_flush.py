@@ -65,14 +65,13 @@ def shipper():
 def test_spooled_is_reached_when_record_returns(opened):
     opened()
     reference = knob()
-    assert flush("spooled", timeout=0) == {"spooled": reference.seq, "synced": -1, "committed": -1}
+    marks = {"spooled": reference.seq, "synced": -1, "committed": -1, "checkpointed": -1}
+    assert flush("spooled", timeout=0) == marks
 
 
-def test_an_unknown_level_and_one_of_a_later_release_are_refused(opened):
+def test_an_unknown_level_is_refused(opened):
     opened()
-    with pytest.raises(UsageError, match="makes no checkpoints"):
-        flush("checkpointed")
-    with pytest.raises(UsageError, match="'commited' is unknown; use one of spooled, synced, committed"):
+    with pytest.raises(UsageError, match="'commited' is unknown; use one of spooled, synced, committed, checkpointed"):
         flush("commited")
     api.close()
     with pytest.raises(UsageError, match="unknown"):
@@ -101,8 +100,41 @@ def test_flush_waits_for_the_status_file(opened, shipper):
     thread = threading.Thread(target=ship)
     thread.start()
     assert flush("synced", timeout=60)["synced"] == seq
-    assert flush("committed", timeout=60) == {"spooled": seq, "synced": seq, "committed": seq}
+    marks = {"spooled": seq, "synced": seq, "committed": seq, "checkpointed": -1}
+    assert flush("committed", timeout=60) == marks
     thread.join()
+
+
+def test_flush_asks_for_a_checkpoint_and_waits_until_one_covers_what_was_recorded(opened, shipper):
+    recorder = opened(shipper="process")
+    seq = knob().seq
+
+    def cover():
+        while not (recorder.directory / "checkpoint").exists():
+            time.sleep(0.001)
+        asked = int((recorder.directory / "checkpoint").read_text())
+        write_status(recorder, synced=seq, committed=seq, checkpointed=asked - 1)
+        time.sleep(0.01)
+        write_status(recorder, synced=seq, committed=seq, checkpointed=asked)
+
+    thread = threading.Thread(target=cover)
+    thread.start()
+    assert flush("checkpointed", timeout=60) == dict.fromkeys(("spooled", "synced", "committed", "checkpointed"), seq)
+    thread.join()
+    assert int((recorder.directory / "flush").read_text()) == seq, "what is to be covered is to be committed first"
+
+
+def test_a_checkpoint_that_does_not_come_is_told_from_events_that_are_not_committed(opened, shipper):
+    recorder = opened(shipper="process")
+    seq = knob().seq
+    write_status(recorder, synced=seq, committed=seq, checkpointed=-1, checkpoint_error="receipt 7 is damaged")
+    with pytest.raises(
+        FlushTimeout, match=rf"{seq + 1} events .* not checkpointed .*receipt 7 is damaged.* committed;"
+    ):
+        flush("checkpointed", timeout=0.01)
+    write_status(recorder, synced=seq, committed=seq - 1, checkpointed=-1)
+    with pytest.raises(FlushTimeout, match=r"not checkpointed after 0.01 s\. They are safe in the spool"):
+        flush("checkpointed", timeout=0.01)
 
 
 def test_a_timeout_says_what_is_outstanding_and_why(opened, shipper):

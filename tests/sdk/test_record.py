@@ -17,6 +17,7 @@ from rlk_ledger_schemas import fingerprints
 from rlk_ledger_schemas.errors import EventError
 from rlk_ledger_schemas.events import KnobApplied, Logprobs
 from rlk_ledger_sdk import api, flush, init, record, scope
+from rlk_ledger_sdk.durability import LEVELS
 from rlk_ledger_sdk.testing import unaccounted
 
 
@@ -137,7 +138,7 @@ def test_a_scope_left_in_another_context_does_not_raise(opened):
 
 def test_without_a_url_record_does_nothing():
     assert record("no.such.type", nonsense=1).seq is None
-    assert flush("committed", timeout=0) == {"spooled": -1, "synced": -1, "committed": -1}
+    assert flush("committed", timeout=0) == dict.fromkeys(LEVELS, -1)
 
 
 def test_rlk_disable_turns_everything_off(monkeypatch, tmp_path):
