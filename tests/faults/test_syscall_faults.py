@@ -26,16 +26,16 @@ def run(tmp_path: Path, *arguments: str) -> Any:
 
 
 def test_the_recorder_keeps_what_it_returned_for_and_states_the_rest(tmp_path: Path) -> None:
-    for method, done in run(tmp_path, "recorder", "--every", "3").items():
-        assert done["cases"] > 50, method
+    for method, done in run(tmp_path, "recorder", "--every", "6").items():
+        assert done["cases"] > 30, method
         assert done["faults"] > done["cases"], "most faults last until the disk heals"
 
 
 @pytest.mark.slow
 def test_the_shipper_ships_everything_once_when_the_disk_works_again(tmp_path: Path) -> None:
-    done = run(tmp_path, "shipper", "--every", "20")
+    done = run(tmp_path, "shipper", "--every", "40")
     assert done["calls"] > 100
-    assert done["faults"] > done["cases"] > 50
+    assert done["faults"] > done["cases"] > 30
 
 
 def test_a_clock_that_jumps_changes_no_order_and_loses_nothing(tmp_path: Path) -> None:
