@@ -107,7 +107,7 @@ def follow(bundle, receipt):  # the event's fields, when the receipt's root cove
     leaf = b64(event["leaf"])
     root = "sha256:" + climb(leaf, event["index"], receipt["segment"]["rows"], event["path"]).hex()
     need(leaf == event_leaf(envelope, event["arrays"]) and root == receipt["root"], "the receipt has no such event")
-    return said
+    return said | {"arrays": [f"{array['name']}: {array['n']} x {array['dtype']}" for array in event["arrays"]]}
 def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text; raises ValueError when nothing is
     names = {"kind", "format", "writer_id", "seq", "event", "receipt", "log", "checkpoint", "since"}
     need(set(bundle) == names and (bundle["kind"], bundle["format"]) == ("rlk-ledger proof", 1), "no proof of format 1")

@@ -167,12 +167,12 @@ def find_sample(run: Run, sample_id: str) -> Iterator[tuple[EventName, str]]:
 
 
 def _writer(run: Run, start: str) -> str:
-    known = {w.writer_id for receipt in run.receipts for w in receipt.writers if w.writer_id.startswith(start)}
+    known = [writer_id for writer_id in run.held.writers if writer_id.startswith(start)]
     if len(known) > 1 and start not in known:
         raise UsageError(f"{len(known)} writers of run {run.run_id!r} begin with {start!r}; give more of the id.")
     if not known:
         raise LedgerError(f"run {run.run_id!r} has no writer {start!r}; `rlk-ledger show {run.run_id}` lists them.")
-    return start if start in known else known.pop()
+    return start if start in known else known[0]
 
 
 def _holds(receipt: Receipt, writer_id: str, seq: int) -> Iterator[bool]:

@@ -78,6 +78,8 @@ def test_every_event_of_a_ledger_is_proved(ledger: Ledger, signer) -> None:
         text = check_proof.check(document, [signer.vkey()])
         assert f"event {record.seq} of writer {record.writer_id} of run {RUN}" in text
         assert f"signed by {signer.vkey()}" in text
+        for name, array in record.arrays.items():
+            assert f"{name}: {len(array)} x {array.dtype}" in text
         envelope = base64.b64decode(document["event"]["envelope"])
         assert envelope == record.envelope
         assert base64.b64decode(document["event"]["leaf"]) == record.leaf
@@ -315,39 +317,46 @@ def test_parts_of_two_bundles_make_no_bundle(ledger: Ledger) -> None:
             refused(mixed)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"log": {"index": True, "path": []}},
-        {"log": {"index": 10**40, "path": []}},
-        {"log": {"index": 0, "path": ["A" * 44] * 5000}},
-        {"log": {"index": 0.0, "path": []}},
-        {"log": {"index": -1, "path": []}},
-        {"since": {}},
-        {"since": {"size": 2**4000, "root": "AA==", "path": []}},
-        {"since": 3},
-        {"receipt": "{}"},
-        {"receipt": None},
-        {"receipt": "[" * 100_000},
-        {"checkpoint": ""},
-        {"checkpoint": "\n\n"},
-        {"checkpoint": "a\n٣\nb\n\n"},
-        {"event": {}},
-        {"event": []},
-        {"kind": "something else"},
-        {"format": 2},
-        {"more": 1},
-    ],
-)
-def test_hostile_shapes_are_refused_in_one_sentence(ledger: Ledger, tmp_path: Path, change: dict) -> None:
+HOSTILE = [
+    {"log": {"index": True, "path": []}},
+    {"log": {"index": 10**40, "path": []}},
+    {"log": {"index": 0, "path": ["A" * 44] * 5000}},
+    {"log": {"index": 0.0, "path": []}},
+    {"log": {"index": -1, "path": []}},
+    {"since": {}},
+    {"since": {"size": 2**4000, "root": "A" * 43 + "=", "path": []}},
+    {"since": {"size": True, "root": "A" * 43 + "=", "path": ["A" * 43 + "="] * 3}},
+    {"since": 3},
+    {"receipt": "{}"},
+    {"receipt": None},
+    {"receipt": "[" * 100_000},
+    {"checkpoint": ""},
+    {"checkpoint": "\n\n"},
+    {"checkpoint": "a\n٣\nb\n\n"},
+    {"event": {}},
+    {"event": []},
+    {"kind": "something else"},
+    {"format": 2},
+    {"more": 1},
+]
+
+
+def test_hostile_shapes_are_refused_in_one_sentence(ledger: Ledger, tmp_path: Path) -> None:
     cover(ledger)
-    path = tmp_path / "bundle.json"
-    path.write_text(json.dumps({**exported(ledger, A, 3), **change}))
-    done = script(path)
-    assert done.returncode == 1, done
-    assert done.stderr.startswith("not proved: ")
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    path, good = tmp_path / "bundle.json", exported(ledger, A, 3)
+    for change in HOSTILE:
+        path.write_text(json.dumps({**good, **change}))
+        done = script(path)
+        assert (done.returncode, done.stdout) == (1, ""), change
+        assert done.stderr.startswith("not proved: "), change
+        assert "Traceback" not in done.stderr
+    for content in (b"", b"\xff", b"[" * 100_000, b"{"):
+        path.write_bytes(content)
+        done = script(path)
+        assert done.returncode == 2, content[:3]
+        assert "Traceback" not in done.stderr
+    path.write_text("[]")
+    assert script(path).returncode == 1
 
 
 # -- the script as a program -----------------------------------------------------------------------------------------
