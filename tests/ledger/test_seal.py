@@ -283,6 +283,36 @@ def test_a_real_shipper_that_meets_a_seal_still_ships(url: str, new_writer) -> N
     assert result.events == 9
 
 
+def test_a_shipper_may_say_after_the_seal_what_it_found_and_nothing_else(url: str) -> None:
+    """Its own writer id is no way around the seal."""
+    ledger = made(url)
+    seal(ledger.store, RUN)
+    chain = Chain(ledger.store, meet(ledger.store, ledger.run(RUN).info))
+    opened = event(RUN, chain.shipper, 0, "writer.opened", role="shipper", rank=0, world_size=1)
+    lost = event(RUN, chain.shipper, 1, "writer.lost", writer=D, reason="dead", last_seq=-1, bytes_left=0)
+    chain.publish(chain.draft([opened, lost]))
+    assert kinds(url)["seal.added"].startswith(f"runs/{RUN}/receipt/{chain.shipper}")
+    fields = {"weight_version": "v", "digest": "sha256:00", "tensor_count": 1}
+    chain.publish(chain.draft([event(RUN, chain.shipper, 2, "weights.published", **fields)]))
+    assert kinds(url)["seal.late"] == layout.receipt_path(RUN, chain.shipper, 1)
+
+
+def test_a_sealed_run_is_pruned_without_a_late_finding(url: str) -> None:
+    """Retention comes after the seal by its nature: its tombstones are named and fine."""
+    ledger = made(url, per_segment=3)
+    seal(ledger.store, RUN)
+    before = {f.kind for f in verify(url, RUN).findings}
+    assert before == set()
+    code = cli.main(["prune", RUN, "--all", "--ledger", url])
+    assert code == 0
+    result = verify(url, RUN)
+    found = {f.kind for f in result.findings}
+    assert result.exit_code == Exit.OK, result.findings
+    assert {"segment.pruned", "seal.added"} <= found
+    assert "seal.late" not in found
+    assert read_seal(ledger.store, RUN).complete
+
+
 # -- a seal that lies ------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +372,7 @@ def test_a_signature_of_a_seal_holds_or_is_found(url: str, signer: Signer, tmp_p
     assert verify(url, RUN, keys=[signer.vkey()]).exit_code == Exit.OK
     rewrite(ledger, wall_us=1)
     assert kinds(url)["signature.invalid"] == layout.seal_path(RUN)
-    for changes in ({"signature": None}, {"signature": "x"}, {"public_key": "A" * 44}):
+    for changes in ({"signature": None}, {"signature": "x"}, {"public_key": "A" * 44}, {"public_key": None}):
         rewrite(ledger, **{**msgspec.structs.asdict(found), **changes})
         assert verify(url, RUN).exit_code == Exit.ERROR, changes
     rewrite(ledger, **{**msgspec.structs.asdict(found), "signature": None, "public_key": None})

@@ -16,6 +16,11 @@ from rlk_ledger_schemas.notes import decode_base64
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt
 from rlk_ledger_schemas.seals import Seal, decode_seal, seal_message
 
+_STATEMENTS = frozenset({"writer.opened", "writer.lost"})
+"""What a shipper says in its own name."""
+_TOMBSTONE = frozenset({"run.opened", "writer.opened", "segments.pruned", "writer.closed"})
+"""What `prune` writes, whose belief is judged where tombstones are."""
+
 
 def check_seal(
     store: Store,
@@ -48,6 +53,8 @@ def check_seal(
 
 def _check_signature(path: str, seal: Seal, keys: Sequence[bytes]) -> Iterator[Finding]:
     if seal.public_key is None:
+        if seal.signature is not None:
+            yield finding("signature.invalid", path, "it bears a signature and names no key")
         if keys:
             yield finding("seal.unsigned", path, "none of the keys that were given signed it")
         return
@@ -106,23 +113,30 @@ def _check_unfinished(path: str, seal: Seal, receipts: Sequence[Receipt]) -> Ite
 def _check_late(
     run_id: str, seal: Seal, chains: Chains, checkpoint: Checkpoint, coverage: Coverage, keys: Sequence[bytes]
 ) -> Iterator[Finding]:
-    """Receipts that came after the seal: of writers it left open, or by a registered key, or of nobody it knows."""
+    """Receipts that came after the seal: expected, by a registered key, or of nobody the seal knows."""
     sealed = checkpoint.info.marks
     marks = coverage.newest.info.marks if coverage.newest is not None else sealed
-    shippers = {receipt.shipper for receipt in chains.receipts}
-    known = {*seal.open, *shippers}
     for receipt in chains.receipts:
-        place = (receipt.shipper, receipt.n)
         if receipt.n <= sealed.get(receipt.shipper, -1):
             continue
-        path = layout.receipt_path(run_id, *place)
+        path = layout.receipt_path(run_id, receipt.shipper, receipt.n)
         key = chains.keys.get(receipt.shipper)
         registered = key is not None and (receipt.shipper in marks or key in keys)
-        strangers = sorted({w.writer_id for w in receipt.writers} - known)
+        strangers = _strangers(receipt, seal)
         if not strangers:
             yield finding("seal.added", path, "it came after the seal, of writers that were open then")
-        elif registered and place in chains.signed:
+        elif {t.type for t in receipt.types} <= _TOMBSTONE:
+            yield finding("seal.added", path, "it came after the seal, and holds a tombstone")
+        elif registered and (receipt.shipper, receipt.n) in chains.signed:
             yield finding("seal.added", path, "it came after the seal, signed by a registered key")
         else:
             text = f"it came after the seal, unsigned, of {len(strangers)} writers the seal does not know as open"
             yield finding("seal.late", path, text, writer=strangers[0])
+
+
+def _strangers(receipt: Receipt, seal: Seal) -> list[str]:
+    """Writers of a receipt that were not open when the run was sealed; a shipper may always say what it found."""
+    others = {w.writer_id for w in receipt.writers} - {receipt.shipper}
+    if not others and not {t.type for t in receipt.types} <= _STATEMENTS:
+        return [receipt.shipper]
+    return sorted(others - set(seal.open))
