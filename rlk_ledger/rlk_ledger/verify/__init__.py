@@ -73,7 +73,7 @@ def verify(
         graves = graves_of(store, run, chain.receipts)
         damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
         findings += check_promise(chain.info, layout.run_json(run))
-        findings += check_index(store, run, chain.receipts)
+        findings += check_index(store, run, chain.receipts, [name for name, _ in chain.listing])
         findings += check_seal(store, run, info, chain, coverage, publics)
         vouched = Vouched(coverage, copies_of(copies, run), bool(publics))
         findings += check_pruned(store, run, chain.receipts, graves, absent, vouched)

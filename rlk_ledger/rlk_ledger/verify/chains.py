@@ -42,8 +42,7 @@ def check_chains(store: Store, run_id: str, ledger: LedgerInfo | None, ledger_by
     """Reads and links every receipt of the run. Raises StoreError."""
     findings: list[Finding] = []
     info, run_bytes = _run_info(store, run_id, ledger, findings)
-    prefix = layout.run_root(run_id) + "/"
-    listing = [(e.path.removeprefix(prefix), e.size) for e in store.list(layout.run_root(run_id))]
+    listing = _listing(store, run_id)
     out = Chains((), info, findings, {}, {}, set(), listing)
     numbers, segments = _sort(out, run_id)
     receipts: list[Receipt] = []
@@ -90,6 +89,17 @@ def _run_info(
     if info.run_id != run_id or (ledger is not None and info.ledger_id != ledger.ledger_id):
         findings.append(finding("run.changed", path, f"it is of run {info.run_id!r} of ledger {info.ledger_id}"))
     return info, data
+
+
+def _listing(store: Store, run_id: str) -> list[tuple[str, int]]:
+    """(path relative to the run, size) of every object; receipts are listed last.
+
+    A listing is no snapshot: what a checkpoint, an index or a segment speaks of was there before it, so it is seen.
+    """
+    prefix = layout.run_root(run_id) + "/"
+    others = [(e.path.removeprefix(prefix), e.size) for e in store.list(layout.run_root(run_id))]
+    receipts = [(e.path.removeprefix(prefix), e.size) for e in store.list(f"{layout.run_root(run_id)}/receipt")]
+    return [(name, size) for name, size in others if not name.startswith("receipt/")] + receipts
 
 
 def _sort(chains: Chains, run_id: str) -> tuple[dict[str, set[int]], list[tuple[str, int]]]:

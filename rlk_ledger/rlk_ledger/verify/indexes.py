@@ -1,14 +1,14 @@
 """Indexes against the receipts they consolidate. Nothing in a verdict rests on an index; answers of readers do."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from rlk_ledger import layout
 from rlk_ledger.index import Part, decode, lowbit
 from rlk_ledger.receipts import Receipts, to_table
-from rlk_ledger.store import Store
+from rlk_ledger.store import Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import Receipt
@@ -18,17 +18,24 @@ _AT_MOST = 20
 _Key = tuple[str, int]
 
 
-def check_index(store: Store, run_id: str, receipts: Sequence[Receipt]) -> list[Finding]:
-    """What is wrong with the run's indexes, given every receipt that can be read. Raises StoreError."""
+def check_index(store: Store, run_id: str, receipts: Sequence[Receipt], listing: Iterable[str]) -> list[Finding]:
+    """What is wrong with the run's indexes, given every receipt that can be read. Raises StoreError.
+
+    `listing` has the names of the run's objects as they were listed before the receipts: an index made since may hold
+    receipts that were not there yet.
+    """
     said = {(r.shipper, r.n): msgspec.structs.replace(r, previous=None, signature=None) for r in receipts}
     found: list[Finding] = []
-    for name in store.children(f"{layout.run_root(run_id)}/index"):
-        path = f"{layout.run_root(run_id)}/index/{name}"
-        key = layout.parse_index(f"index/{name}")
+    for name in (name for name in listing if name.startswith("index/")):
+        path = f"{layout.run_root(run_id)}/{name}"
+        key = layout.parse_index(name)
         if key is None:
             found.append(finding("object.unknown", path, "it is no index"))
             continue
-        data = store.read(path)
+        try:
+            data = store.read(path)
+        except Missing:  # it may be deleted at any time
+            continue
         if hashlib.sha256(data).hexdigest()[:16] != key[1]:
             found.append(finding("index.changed", path, "its bytes are not those it is named after"))
             continue
