@@ -226,7 +226,7 @@ def _endpoint(fs: Any) -> str | None:
         client = getattr(fs, "_s3", None) or fs.s3
         return str(client.meta.endpoint_url)
     if protocols & {"gs", "gcs"}:
-        return str(getattr(fs, "_endpoint", None) or "https://storage.googleapis.com")
+        return str(fs.base)
     if protocols & {"az", "abfs", "abfss"}:
         return str(fs.service_client.url)
     return None
