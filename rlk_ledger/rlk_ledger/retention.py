@@ -130,7 +130,7 @@ def prune(
     unsaid = set(names) - ledger.run(run_id).graves().by_name.keys()
     if unsaid:
         raise LedgerError(f"run {run_id!r}: no tombstone names {min(unsaid)} although one was written; run `verify`.")
-    _delete(ledger, run_id, names)
+    _delete(ledger, run_id, found, progress)
     ledger.forget(run_id)
     return result._replace(deleted=len(names))
 
@@ -294,22 +294,23 @@ def _checkpoint(ledger: Ledger, run_id: str) -> None:
         make(ledger.store, run_id, load_signer())
 
 
-def _delete(ledger: Ledger, run_id: str, names: Sequence[str]) -> None:
+def _delete(ledger: Ledger, run_id: str, found: Sequence[_Found], progress: Progress | None) -> None:
     """Deletes the segments, looking for a hold before every few; raises LedgerError or StoreError with the count."""
-    done = 0
+    names = [one.receipt.segment.name for one in found]
+    sizes = [one.receipt.segment.bytes for one in found]
     with ThreadPoolExecutor(_WORKERS) as pool:
         for start in range(0, len(names), _AT_ONCE):
-            refuse_held(ledger.store, run_id, f"{done} of {len(names)} segments were deleted before it was seen")
+            refuse_held(ledger.store, run_id, f"{start} of {len(names)} segments were deleted before it was seen")
             paths = [layout.segment_path(run_id, name) for name in names[start : start + _AT_ONCE]]
-            failed: list[StoreError] = []
-            for error in pool.map(lambda path: _deleted(ledger, path), paths):
-                done += error is None
-                failed += [error] if error is not None else []
-            if failed:
+            failed = [error for error in pool.map(lambda path: _deleted(ledger, path), paths) if error is not None]
+            if failed:  # a delete whose reply was lost did its work
+                done = len(absent(ledger.store, run_id, names))
                 raise StoreError(
                     f"{done} of {len(names)} segments were deleted, then: {failed[0]} The tombstone stands, the "
                     "rest is still there and still read; prune again once the bucket allows it."
                 )
+            if progress is not None:
+                progress(sum(sizes[: start + len(paths)]), sum(sizes))
 
 
 def _deleted(ledger: Ledger, path: str) -> StoreError | None:

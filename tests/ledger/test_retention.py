@@ -272,6 +272,37 @@ def test_a_bucket_that_refuses_deletes_leaves_everything_and_says_it_in_one_sent
     assert comparable(after.findings, ("prune.unfinished",)) == list(before.findings)
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_reply_that_is_lost_or_a_refusal_is_counted_as_what_really_happened(root: Path, after: bool) -> None:
+    ledger, there = open_ledger(str(root)), segments(root)
+    inner = ledger.store
+
+    class Losing:
+        """Every second delete fails, before or after its work."""
+
+        url = inner.url
+        calls = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def delete(self, path: str) -> None:
+            Losing.calls += 1
+            fails = Losing.calls % 2 == 0
+            if not fails or after:
+                inner.delete(path)
+            if fails:
+                raise StoreError("503 SlowDown.")
+
+    ledger.store = Losing()  # type: ignore[assignment]
+    with pytest.raises(StoreError, match=r"(\d+) of \d+ segments were deleted, then: 503 SlowDown") as caught:
+        prune(ledger, RUN, ALL)
+    assert int(str(caught.value).split()[0]) == len(there - segments(root))
+    left = there & segments(root)
+    assert prune(open_ledger(str(root)), RUN, ALL).segments == len(left)
+    assert not there & segments(root)
+
+
 def test_a_segment_deleted_without_a_tombstone_is_missing_and_prune_refuses_to_hide_it(root: Path) -> None:
     victim = next(root.rglob("segment/*/*.parquet"))
     victim.unlink()

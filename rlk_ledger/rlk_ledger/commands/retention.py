@@ -117,7 +117,7 @@ def prune(
 
     ledger = terminal.open_url(url)
     policy = Policy(older_than, before_step, everything)
-    with terminal.progress("reading what is to go") as progress:
+    with terminal.progress(f"prune {run}") as progress:
         done = delete(
             ledger,
             run,
