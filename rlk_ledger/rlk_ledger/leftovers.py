@@ -66,7 +66,7 @@ def examine(folder: Path, assume_dead: bool = False, after: int | None = None) -
             waiting += sum(record.seq > mark for record in records)
             if not used:
                 break
-        headless = sum(file.bytes_left() for file in writer.files if file.header is None)
+        headless = writer.headless_bytes()
     finally:
         writer.close()
     header = writer.header

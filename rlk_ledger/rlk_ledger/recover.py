@@ -175,7 +175,7 @@ def _unreadable(writer: WriterSpool) -> Recovered:
         shipped=0,
         known=0,
         last_seq=-1,
-        lost_bytes=sum(file.bytes_left() for file in writer.files),
+        lost_bytes=writer.headless_bytes(),
         files_left=_files(writer),
         problem=writer.problem
         or f"no readable header in {writer.directory} ({names}): whose events they are cannot be told, they stay",

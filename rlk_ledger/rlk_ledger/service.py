@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import random
+import resource
 import secrets
 import signal
 import threading
@@ -188,11 +189,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _keep_out_of_the_way() -> None:
-    """Lowest priority, any processor: the job's cores are the job's."""
+    """Lowest priority, any processor: the job's cores are the job's. As many files as allowed: one a living writer."""
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 _inline: dict[Path, tuple[int, Shipper]] = {}

@@ -27,17 +27,21 @@ _LENGTH = struct.Struct("<I")
 
 
 class SpoolFile:
-    """One spool file being read; owned by its WriterSpool."""
+    """One spool file being read; owned by its WriterSpool.
+
+    It is open from the first byte read until it is finished, so that a spool of any number of files and dead writers
+    is read with one descriptor, and one more for every writer that lives.
+    """
 
     def __init__(self, path: Path, number: int) -> None:
         self.path = path
         self.number = number
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.fd = -1
         self.offset = 0
         self.last_seq = -1
         self.finished = False
         self.damaged = False
-        self.unsynced = True
+        self.unsynced = False  # a byte was read that a loss of power could take back
         self.header: SpoolHeader | None = None
         self._seed = 0
         self._buffer = b""
@@ -47,7 +51,7 @@ class SpoolFile:
         """Whether the header is readable; reads it when it was not yet. Raises FormatError when it is another's."""
         if self.header is not None:
             return True
-        head = os.pread(self.fd, _CHUNK, 0)
+        head = os.pread(self._opened(), _CHUNK, 0)
         try:
             header, self.offset = decode_header(head)
         except FormatError:
@@ -74,7 +78,7 @@ class SpoolFile:
 
     def _fill(self) -> None:
         self._base = self.offset
-        self._buffer = os.pread(self.fd, FRAME_HEAD, self.offset)
+        self._buffer = os.pread(self._opened(), FRAME_HEAD, self.offset)
         if len(self._buffer) == FRAME_HEAD:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length and self.offset + length <= os.fstat(self.fd).st_size:
@@ -82,14 +86,27 @@ class SpoolFile:
 
     def bytes_left(self) -> int:
         """Bytes after the last valid frame up to the last one that is not zero."""
-        size = os.fstat(self.fd).st_size
+        fd = self._opened()
+        size = os.fstat(fd).st_size
         left = 0
         for start in range(self.offset, size, _CHUNK):
-            block = os.pread(self.fd, _CHUNK, start)
+            block = os.pread(fd, _CHUNK, start)
             found = unwritten(block, 0)
             if found:
                 left = start - self.offset + found
         return left
+
+    def sync(self) -> None:
+        """Makes what was read survive a power loss."""
+        os.fdatasync(self._opened())
+        self.unsynced = not self.finished
+        if self.finished:
+            self.close()
+
+    def _opened(self) -> int:
+        if self.fd < 0:
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self.fd
 
     def close(self) -> None:
         """Closes the descriptor; the file stays."""
@@ -121,7 +138,7 @@ class WriterSpool:
         self._gone = -1  # files up to this number were released
         self._damage: str | None = None
         self._trouble: str | None = None  # as `_damage`, and over when the disk works again
-        self._hidden = False  # files may be there that could not be listed or opened
+        self._hidden = False  # files may be there that could not be listed
 
     @property
     def problem(self) -> str | None:
@@ -175,8 +192,8 @@ class WriterSpool:
         seq = self.read_seq
         for file in self.files:
             if file.unsynced:
-                os.fdatasync(file.fd)
-                file.unsynced = not file.finished
+                with contextlib.suppress(FileNotFoundError):  # removed: there is nothing left to lose
+                    file.sync()
         self.synced_seq = max(self.synced_seq, seq)
 
     def release(self, committed: int) -> int:
@@ -185,12 +202,13 @@ class WriterSpool:
         while self.files and self.files[0].finished and self.files[0].last_seq <= committed:
             file = self.files[0]
             try:
-                size = os.fstat(file.fd).st_size
+                size = file.path.stat().st_size
                 if file.damaged:
-                    with contextlib.suppress(FileNotFoundError):
-                        file.path.rename(file.path.with_name(file.path.name + DAMAGED))
+                    file.path.rename(file.path.with_name(file.path.name + DAMAGED))
                 else:
-                    file.path.unlink(missing_ok=True)
+                    file.path.unlink()
+            except FileNotFoundError:
+                size = 0
             except OSError as error:  # it stays, and is known to be committed: the next cycle tries again
                 self._trouble = f"cannot remove {file.path}: {error.strerror}"
                 break
@@ -199,6 +217,15 @@ class WriterSpool:
             file.close()
             self._gone = file.number
         return freed
+
+    def headless_bytes(self) -> int:
+        """Bytes in files that do not say whose they are, as far as the disk gives them out."""
+        total = 0
+        for file in self.files:
+            if file.header is None:
+                with contextlib.suppress(OSError):
+                    total += file.bytes_left()
+        return total
 
     def close(self) -> None:
         """Closes every descriptor."""
@@ -214,12 +241,16 @@ class WriterSpool:
 
     def _find_header(self) -> None:
         for file in self.files:
-            with contextlib.suppress(FormatError, OSError):  # `poll` deals with it
+            try:
                 if self.header is None and file.open_header(self.writer_id):
                     self.header = file.header
+            except FormatError:
+                pass  # `poll` deals with it
+            except OSError as error:
+                self._fails(file, error)
 
     def _find_files(self) -> None:
-        """Opens the files that are new, in order; one that cannot be opened yet holds up those after it."""
+        """Notes the files that are new, in order."""
         known = {file.number for file in self.files}
         found = []
         self._hidden = False
@@ -249,6 +280,8 @@ class WriterSpool:
         except FormatError as error:
             self._poison(file, str(error), 0)
             return 0
+        except FileNotFoundError:
+            return 0  # removed meanwhile
         except OSError as error:
             self._fails(file, error)
             return 0
@@ -302,10 +335,13 @@ class WriterSpool:
         """Counts what is left in a file that gets no further frame; False where the disk does not say."""
         try:
             left = file.bytes_left()
+        except FileNotFoundError:
+            left = 0
         except OSError as error:
             self._fails(file, error)
             return False
         file.finished = True
+        file.close()
         if file.header is None:
             self.lost_bytes += left
             file.damaged = True

@@ -155,6 +155,35 @@ def test_a_thousand_children_forked_from_hot_threads_record_one_event_each(tmp_p
     assert sum(1 for _ in acks) == sum(knobs(url).values()) > children
 
 
+FEW = 64
+
+CHILDREN = """
+import os, resource, sys
+from pathlib import Path
+import rlk_ledger
+from rlk_ledger_sdk import api
+api.init(sys.argv[1] + "/ledger", run_id="ends", spool=sys.argv[1] + "/spool", shipper="off")
+for n in range(int(sys.argv[2])):
+    if os.fork() == 0:
+        rlk_ledger.record("knob.applied", path="c", requested=n, status="applied")
+        os._exit(0)
+    os.wait()
+api.close(timeout=0)
+from rlk_ledger.recover import recover
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+saved = recover(Path(sys.argv[1]) / "spool")
+print(len(saved), sum(w.waiting for w in saved), sum(w.lost_bytes for w in saved), sum(w.shipped for w in saved))
+"""
+
+
+def test_more_dead_writers_than_descriptors_are_recovered(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RLK_", "PYTEST_"))}
+    command = [sys.executable, "-c", CHILDREN, str(tmp_path), str(2 * FEW), str(FEW)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(2 * FEW + 1), "0", "0", str(4 * FEW + 3)]
+
+
 # -- jobs of several processes ---------------------------------------------------------------------------------------
 
 JOB = """

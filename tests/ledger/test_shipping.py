@@ -561,7 +561,8 @@ def test_recover_of_what_it_may_not_read_is_not_fine(new_writer, spool, monkeypa
     def refused(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", "00000000.spool")
 
-    monkeypatch.setattr(spools, "SpoolFile", refused)
+    monkeypatch.setattr(spools.SpoolFile, "_opened", refused)
     (found,) = recover(spool)
-    assert (found.state, found.problem) == ("unreadable", "cannot read 00000000.spool: Permission denied")
+    expected = f"cannot read {writer.directory}/00000000.spool: Permission denied"
+    assert (found.state, found.problem) == ("unreadable", expected)
     assert cli.main(["recover", str(spool)]) == 3
