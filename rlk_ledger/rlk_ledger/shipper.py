@@ -139,7 +139,7 @@ class Shipper:
         self._covering = {key: future for key, future in self._covering.items() if not future.done()}
         waited_for = self._waited_for()
         for key, outbox in self.outboxes.items():
-            asked = rest or key in waited_for
+            asked = key in waited_for or (rest and outbox.checkpoints.period_s > 0)
             if outbox.chain is None or key in self._covering or not outbox.checkpoints.due(asked):
                 continue
             if self._covering_pool is not None:
