@@ -106,18 +106,21 @@ def test_shipping_does_not_wait_for_a_checkpoint(new_writer, spool, url) -> None
     writer = new_writer()
     writer.many(2)
     shipper = Shipper(spool, lambda _: Stuck(Path(url)), workers=1)
+
+    def until(what: Callable[[], bool]) -> None:
+        wait_for(lambda: (shipper.cycle(), what())[1])
+
     try:
         request_checkpoint(writer.directory, 1)
         request_flush(writer.directory, 1)
-        wait_for(lambda: shipper.cycle() or going.is_set())
-        assert going.wait(60)
+        until(going.is_set)
         for last in (3, 5, 7):
             writer.many(2)
             request_flush(writer.directory, last)
-            wait_for(lambda last=last: shipper.cycle() or read_status(writer.directory).committed == last)
+            until(lambda last=last: read_status(writer.directory).committed == last)
         assert read_status(writer.directory).checkpointed == -1
         go.set()
-        wait_for(lambda: shipper.cycle() or read_status(writer.directory).checkpointed >= 1)
+        until(lambda: read_status(writer.directory).checkpointed >= 1)
     finally:
         go.set()
         shipper.close()
@@ -205,8 +208,13 @@ def test_a_key_that_cannot_be_used_stops_no_shipping_and_is_told(new_writer, spo
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("RLK_CHECKPOINT_S", "often"), ("RLK_CHECKPOINT_S", "-1"), ("RLK_SIGNING_KEY", os.devnull), ("RLK_SIGNING_KEY", "/gone")],
-)  # fmt: skip
+    [
+        ("RLK_CHECKPOINT_S", "often"),
+        ("RLK_CHECKPOINT_S", "-1"),
+        ("RLK_SIGNING_KEY", os.devnull),
+        ("RLK_SIGNING_KEY", "/gone"),
+    ],
+)
 def test_malformed_settings_are_refused_at_init(tmp_path: Path, monkeypatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name):
