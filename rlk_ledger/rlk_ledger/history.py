@@ -293,8 +293,8 @@ def _counted(
     ledger: "Ledger", run_id: str, events: Iterable[Event], progress: Callable[[int, int], None]
 ) -> Iterator[Event]:
     """Passes events on, reporting the share of the run's segment bytes they stand for."""
-    receipts = ledger.run(run_id).receipts
-    size, count = sum(r.segment.bytes for r in receipts), max(1, sum(r.segment.rows for r in receipts))
+    held = ledger.run(run_id).held
+    size, count = held.total("bytes"), max(1, held.total("rows"))
     for number, event in enumerate(events):
         if number % _REPORT_EVERY == 0:
             progress(size * number // count, size)

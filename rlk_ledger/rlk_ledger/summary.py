@@ -4,19 +4,18 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from rlk_ledger.chain import held_ranges
 from rlk_ledger.holds import read_holds
 from rlk_ledger.ledger import Ledger, Run
 from rlk_ledger.seals import read_seal
 from rlk_ledger.segments import read_segment
-from rlk_ledger.spans import merged, total
+from rlk_ledger.spans import total
 from rlk_ledger.store import Missing
 
 
 def overview(run: Run) -> dict[str, Any]:
     """Counts and states of one run; nothing but run.json, receipts, tombstones, holds and the seal is read."""
     writers, pruned, seal = writer_states(run), run.pruned(), read_seal(run.store, run.run_id)
-    steps = [s for r in run.receipts for t in r.types for s in (t.min_step, t.max_step) if s is not None]
+    steps = [s for t in run.held.types.values() for s in (t.first_step, t.last_step) if s is not None]
     own = [w for w in writers.values() if not w["shipper"]]
     return {
         "run_id": run.run_id,
@@ -24,8 +23,8 @@ def overview(run: Run) -> dict[str, Any]:
         "redaction": run.info.redaction,
         "created_us": run.info.created_us,
         "events": sum(w["events"] for w in writers.values()),
-        "segments": len(run.receipts),
-        "bytes": sum(r.segment.bytes for r in run.receipts),
+        "segments": len(run.held),
+        "bytes": run.held.total("bytes"),
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
         "writers": len(own),
@@ -42,33 +41,18 @@ def overview(run: Run) -> dict[str, Any]:
 
 def writer_states(run: Run) -> dict[str, dict[str, Any]]:
     """Writer id -> what the receipts say of it, in order of first appearance."""
-    shippers = {receipt.shipper for receipt in run.receipts}
-    out: dict[str, dict[str, Any]] = {}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for receipt in run.receipts:
-        for writer in receipt.writers:
-            state = out.setdefault(
-                writer.writer_id,
-                {
-                    "writer_id": writer.writer_id,
-                    "shipper": writer.writer_id in shippers,
-                    "state": "open",
-                    "dropped": 0,
-                    "lost_bytes": 0,
-                },
-            )
-            spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
-            state["dropped"] += writer.gaps or 0
-            state["lost_bytes"] += writer.lost_bytes or 0
-            if writer.closed:
-                state["state"] = "closed"
-            elif writer.dead and state["state"] == "open":
-                state["state"] = "killed"
-    for writer_id, state in out.items():
-        held = merged(spans[writer_id])
-        state["events"] = total(held)
-        state["last_seq"] = held[-1][1] if held else None
-    return out
+    return {
+        writer_id: {
+            "writer_id": writer_id,
+            "shipper": writer_id in run.held.marks,
+            "state": "closed" if held.closed else "killed" if held.dead else "open",
+            "dropped": held.gaps,
+            "lost_bytes": held.lost_bytes,
+            "events": total(held.ranges),
+            "last_seq": held.ranges[-1][1] if held.ranges else None,
+        }
+        for writer_id, held in run.held.writers.items()
+    }
 
 
 def detail(ledger: Ledger, run_id: str) -> dict[str, Any]:
@@ -83,13 +67,10 @@ def detail(ledger: Ledger, run_id: str) -> dict[str, Any]:
                 role=fields.get("role"), rank=fields.get("rank"), host=fields.get("host"), pid=fields.get("pid")
             )
             state.update(engine=engine.get("name") if isinstance(engine, dict) else None)
-    types: dict[str, dict[str, Any]] = {}
-    for receipt in run.receipts:
-        for item in receipt.types:
-            entry = types.setdefault(item.type, {"type": item.type, "count": 0, "first_step": None, "last_step": None})
-            entry["count"] += item.count
-            entry["first_step"] = min((s for s in (entry["first_step"], item.min_step) if s is not None), default=None)
-            entry["last_step"] = max((s for s in (entry["last_step"], item.max_step) if s is not None), default=None)
+    types = [
+        {"type": name, "count": said.events, "first_step": said.first_step, "last_step": said.last_step}
+        for name, said in run.held.types.items()
+    ]
     return {
         **overview(run),
         "ledger": ledger.url,
@@ -97,7 +78,7 @@ def detail(ledger: Ledger, run_id: str) -> dict[str, Any]:
         "mode": run.info.mode,
         "lineage": run.info.lineage,
         "writer_list": list(writers.values()),
-        "types": [types[name] for name in sorted(types)],
+        "types": types,
         "pruned": pruned and {**pruned._asdict(), "text": pruned.text},
         **_tokens(run),
     }
