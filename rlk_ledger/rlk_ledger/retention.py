@@ -49,6 +49,14 @@ class Policy(NamedTuple):
     before_step: int | None = None
     everything: bool = False
 
+    def check(self) -> None:
+        """Raises UsageError unless it says what may go, and says it once."""
+        limits = (self.older_than_s, self.before_step)
+        if not self.everything and limits == (None, None):
+            raise UsageError("prune what? Give --older-than, --before-step or --all.")
+        if self.everything and limits != (None, None):
+            raise UsageError("--all prunes every segment; give it alone.")
+
     def allows(self, receipt: Receipt, now_us: int) -> bool:
         """Whether the policy lets the segment of `receipt` go."""
         if self.older_than_s is not None and receipt.wall_us >= now_us - self.older_than_s * 1e6:
@@ -98,10 +106,7 @@ def prune(
     Raises UsageError for a policy that lets nothing or too much go, LedgerError while a hold stands, for damage and
     for open writers, StoreError when the bucket refuses; each says what was deleted until then.
     """
-    if not (policy.everything or policy.older_than_s is not None or policy.before_step is not None):
-        raise UsageError("prune what? Give --older-than, --before-step or --all.")
-    if policy.everything and (policy.older_than_s is not None or policy.before_step is not None):
-        raise UsageError("--all prunes every segment; give it alone.")
+    policy.check()
     ledger.forget(run_id)
     run = ledger.run(run_id)
     refuse_held(ledger.store, run_id)
@@ -111,28 +116,17 @@ def prune(
     found = _examine(run, chosen, progress)
     repeated = _compare(run, found)
     fresh = [one for one in found if not _named_already(run, one)]
-    result = Pruning(
-        run_id,
-        len(found),
-        sum(one.receipt.segment.bytes for one in found),
-        sum(one.receipt.segment.rows for one in found),
-        len(found) - len(fresh),
-        0,
-        kept,
-        dry_run,
-    )
+    size, events = (sum(getattr(one.receipt.segment, name) for one in found) for name in ("bytes", "rows"))
+    result = Pruning(run_id, len(found), size, events, len(found) - len(fresh), 0, kept, dry_run)
     if dry_run or not found:
         return result
     if fresh:
         said = {"by": by or this_person(), "policy": policy.fields(), "reason": reason, "repeated": repeated or None}
         _commit(ledger, run_id, fresh, said)
-    names = [one.receipt.segment.name for one in found]
-    unsaid = set(names) - ledger.run(run_id).graves().by_name.keys()
-    if unsaid:
-        raise LedgerError(f"run {run_id!r}: no tombstone names {min(unsaid)} although one was written; run `verify`.")
+    _refuse_unsaid(ledger.run(run_id), found)
     _delete(ledger, run_id, found, progress)
     ledger.forget(run_id)
-    return result._replace(deleted=len(names))
+    return result._replace(deleted=len(found))
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
@@ -271,6 +265,15 @@ def _commit(ledger: Ledger, run_id: str, fresh: Sequence[_Found], said: dict[str
         for i, entries in enumerate(_grouped(fresh)):
             recorder.record(TYPE, segments=entries, **{**said, "repeated": said["repeated"] if i == 0 else None})
     _checkpoint(ledger, run_id)
+
+
+def _refuse_unsaid(run: Run, found: Sequence[_Found]) -> None:
+    """Nothing is deleted that a reader of the bucket would not find named: raises LedgerError."""
+    unsaid = {one.receipt.segment.name for one in found} - run.graves().by_name.keys()
+    if unsaid:
+        raise LedgerError(
+            f"run {run.run_id!r}: no tombstone names {min(unsaid)} although one was written; run `verify`."
+        )
 
 
 def _grouped(fresh: Sequence[_Found]) -> Iterator[list[PrunedSegment]]:

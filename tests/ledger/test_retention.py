@@ -13,24 +13,28 @@ import pytest
 from rlk_ledger import cli, holds, layout
 from rlk_ledger.audit import audit
 from rlk_ledger.build import build, event
-from rlk_ledger.chain import Ending
+from rlk_ledger.chain import Chain, Ending
 from rlk_ledger.checkpoints import latest
 from rlk_ledger.checkpoints import make as make_checkpoint
+from rlk_ledger.contact import meet
 from rlk_ledger.history import load_history
 from rlk_ledger.ledger import Ledger, open_ledger
 from rlk_ledger.records import Record
 from rlk_ledger.retention import Policy, prune
 from rlk_ledger.signing import new_key
-from rlk_ledger.store import Store
+from rlk_ledger.store import Store, open_store
 from rlk_ledger.summary import detail, overview
 from rlk_ledger.tombstones import NEEDED, TYPE
 from rlk_ledger.verify import verify
 from rlk_ledger.verify.finding import Finding
 from rlk_ledger_schemas.errors import LedgerError, StoreError
+from rlk_ledger_schemas.objects import RunInfo
 
 RUN = "r1"
 A, B, C = "0a" * 16, "0b" * 16, "0c" * 16
 ALL = Policy(everything=True)
+INFO: dict[str, Any] = {"format": 1, "ledger_id": "", "run_id": RUN, "roles": {}, "mode": {}, "redaction": "none"}
+INFO["created_us"] = 0
 
 
 def opened(writer: str, role: str, rank: int = 0, seq: int = 0, **more: Any) -> Record:
@@ -323,6 +327,24 @@ def test_damage_is_evidence_and_is_not_pruned(root: Path) -> None:
     with pytest.raises(LedgerError, match="Damage is evidence"):
         prune(open_ledger(str(root)), RUN, ALL)
     assert segments(root) == there
+
+
+def test_a_shipper_that_repeats_itself_after_a_prune_brings_a_segment_back_and_the_next_prune_ends_it(
+    tmp_path: Path,
+) -> None:
+    """Its receipt stood, the reply was lost, and it offers the same bytes again: that is no attack and no loss."""
+    store = open_store(str(tmp_path / "l"))
+    chain = Chain(store, meet(store, RunInfo(**INFO)))
+    draft = chain.draft(life(A, "rollout", 2))
+    chain.publish(draft)
+    prune(open_ledger(str(tmp_path / "l")), RUN, ALL)
+    before = verify(str(tmp_path / "l"))
+    chain.publish(draft)
+    after = verify(str(tmp_path / "l"))
+    assert after.exit_code == before.exit_code
+    assert "prune.unfinished" in {f.kind for f in after.findings}
+    assert prune(open_ledger(str(tmp_path / "l")), RUN, ALL).deleted == 1
+    assert verify(str(tmp_path / "l")).findings == before.findings
 
 
 def test_open_writers_are_waited_for_unless_one_says_otherwise(tmp_path: Path) -> None:
