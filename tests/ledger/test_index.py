@@ -119,7 +119,7 @@ def _prints(samples: str) -> list[str]:
     return [samples[i : i + 4] for i in range(0, len(samples), 4)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(_receipt(), max_size=12).map(_numbered),
     st.none() | st.sets(st.sampled_from(TYPES)),
@@ -209,13 +209,13 @@ def _indexes(url: str) -> list[Path]:
     return sorted(Path(url, "runs", RUN, "index").glob("*"))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_state_of_the_indexes_gives_every_receipt_once(url: str, seed: int) -> None:
     _grow(url, seed, 12)
     truth, files = _truth(url), _indexes(url)
     assert files
     rng = random.Random(seed)
-    for _ in range(12):
+    for _ in range(6):
         copy = Path(url).with_name("copy")
         shutil.copytree(url, copy)
         for path in _indexes(str(copy)):
@@ -261,7 +261,7 @@ def test_the_tail_of_a_long_chain_is_read_and_ends_where_it_ends(url: str) -> No
     (first,) = [s for s, n in newest.info.marks.items()]
     folder = Path(url, "runs", RUN, "receipt", first)
     last = msgspec.json.decode((folder / "00000002.json").read_bytes())
-    for n in range(3, 30):
+    for n in range(3, 12):
         receipt = msgspec.convert({**last, "n": n, "segment": {**last["segment"]}}, Receipt)
         name = layout.segment_name(first, n, bytes.fromhex(receipt.root[7:]))
         receipt = msgspec.structs.replace(receipt, segment=msgspec.structs.replace(receipt.segment, name=name))
@@ -375,7 +375,7 @@ def test_any_bit_of_an_index_flipped_is_found(url: str) -> None:
     _grow(url, 1, 3)
     path = _indexes(url)[0]
     data = path.read_bytes()
-    for at in random.Random(0).sample(range(len(data) * 8), 60):
+    for at in random.Random(0).sample(range(len(data) * 8), 25):
         flipped = bytearray(data)
         flipped[at // 8] ^= 1 << at % 8
         path.write_bytes(flipped)
