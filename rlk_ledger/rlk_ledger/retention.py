@@ -124,6 +124,7 @@ def prune(
         said = {"by": by or this_person(), "policy": policy.fields(), "reason": reason, "repeated": repeated or None}
         _commit(ledger, run_id, fresh, said)
     _refuse_unsaid(ledger.run(run_id), found)
+    _checkpoint(ledger, run_id)
     _delete(ledger, run_id, found, progress)
     ledger.forget(run_id)
     return result._replace(deleted=len(found))
@@ -260,11 +261,10 @@ def _inside(record: Record, spans: Spans) -> bool:
 
 
 def _commit(ledger: Ledger, run_id: str, fresh: Sequence[_Found], said: dict[str, Any]) -> None:
-    """Commits the tombstones and, where the run has checkpoints, covers them by one."""
+    """Commits the tombstones; raises StoreError when the bucket does not take them."""
     with ledger.writer(run_id, role="retention") as recorder:
         for i, entries in enumerate(_grouped(fresh)):
             recorder.record(TYPE, segments=entries, **{**said, "repeated": said["repeated"] if i == 0 else None})
-    _checkpoint(ledger, run_id)
 
 
 def _refuse_unsaid(run: Run, found: Sequence[_Found]) -> None:
@@ -292,7 +292,10 @@ def _grouped(fresh: Sequence[_Found]) -> Iterator[list[PrunedSegment]]:
 
 
 def _checkpoint(ledger: Ledger, run_id: str) -> None:
-    """A run with checkpoints gets another, so that the tombstone is as hard to forge as what it speaks of."""
+    """A run with checkpoints gets another, so that the tombstone is as hard to forge as what it speaks of.
+
+    Also when an earlier prune committed the tombstone and was cut short before this.
+    """
     if latest(ledger.store, run_id) is not None:
         make(ledger.store, run_id, load_signer())
 

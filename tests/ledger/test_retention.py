@@ -1,5 +1,6 @@
 """Holds, tombstones and pruning: what may go, what stays readable, and what is never taken for a loss."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -327,6 +328,59 @@ def test_damage_is_evidence_and_is_not_pruned(root: Path) -> None:
     with pytest.raises(LedgerError, match="Damage is evidence"):
         prune(open_ledger(str(root)), RUN, ALL)
     assert segments(root) == there
+
+
+class Failing:
+    """A store whose k-th call fails, before or after its work; with `at` None it only counts."""
+
+    def __init__(self, inner: Store, at: int | None, after: bool) -> None:
+        self.inner, self.url, self.at, self.after, self.calls = inner, inner.url, at, after, 0
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+
+        def call(*args: Any) -> Any:
+            with self.lock:
+                number, self.calls = self.calls, self.calls + 1
+            if number == self.at and not self.after:
+                raise StoreError("503 SlowDown.")
+            out = list(method(*args)) if name == "list" else method(*args)
+            if number == self.at:
+                raise StoreError("the reply was lost.")
+            return out
+
+        return call if name != "locate" else method
+
+
+def test_whatever_call_fails_the_run_verifies_as_before_and_the_next_prune_ends_it(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    make(first, life(A, "rollout", 1, gap=True))
+    make_checkpoint(open_ledger(str(first)).store, RUN)
+    before = verify(str(first))
+
+    def attempt(root: Path, at: int | None, after: bool) -> int:
+        shutil.copytree(first, root)
+        ledger = open_ledger(str(root))
+        failing = Failing(ledger.store, at, after)
+        ledger.store = failing  # type: ignore[assignment]
+        with contextlib.suppress(StoreError):
+            prune(ledger, RUN, ALL)
+        return failing.calls
+
+    calls = attempt(tmp_path / "counted", None, False)
+    assert calls > 20
+    for at in range(calls):
+        root = tmp_path / f"{at}"
+        attempt(root, at, at % 2 == 0)
+        half = verify(str(root))
+        added = ("segment.pruned", "prune.unfinished", "receipt.uncovered")
+        assert comparable(half.findings, added) == comparable(before.findings, added), at
+        prune(open_ledger(str(root)), RUN, ALL)
+        after = verify(str(root))
+        assert comparable(after.findings, added) == comparable(before.findings, added), at
+        assert len(segments(root)) <= 2, "the tombstones' own segments"
+        shutil.rmtree(root)
 
 
 def test_a_shipper_that_repeats_itself_after_a_prune_brings_a_segment_back_and_the_next_prune_ends_it(
