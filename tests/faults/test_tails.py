@@ -21,8 +21,9 @@ Damage = Callable[[bytes, int, int], bytes]
 class Spool:
     """The directory of a writer that left several files and no closing event, and its last file's frames."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, method: Method) -> None:
         self.directory = directory
+        self.method = method
         self.files = sorted(directory.glob("*.spool"))
         self.data = self.files[-1].read_bytes()
         header, self.start = decode_header(self.data)
@@ -73,7 +74,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     (directory,) = (path for path in (where / "spool").iterdir() if path.is_dir())
-    yield Spool(directory)
+    yield Spool(directory, request.param)
     shutil.rmtree(where)
 
 
@@ -105,9 +106,10 @@ def garbage(data: bytes, at: int, end: int) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut, zeros, garbage], ids=lambda damage: damage.__name__)
 def test_the_longest_valid_prefix_and_the_exact_bytes_left_at_every_byte(made: Spool, damage: Damage) -> None:
-    last = made.files[-1]
+    """Both kinds of file hold the same bytes, so those written with pwrite are damaged at every third byte only."""
+    last, stride = made.files[-1], 1 if made.method == "mmap" else 3
     try:
-        for at in range(made.end + 1):
+        for at in range(0, made.end + 1, stride):
             damaged = damage(made.data, at, made.end)
             last.write_bytes(damaged)
             seqs, lost, _ = read(made.directory)
