@@ -4,8 +4,10 @@ Endpoints and credentials come from where the client itself looks: its environme
 (FSSPEC_CONFIG_DIR, FSSPEC_S3 ...). What the user set there is left as it is; only what is unset is filled in here.
 """
 
+import logging
 import os
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from rlk_ledger_schemas.errors import ConfigError
@@ -47,7 +49,7 @@ def connect(url: str, protocol: str) -> tuple[Any, str]:
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
         key = (os.getpid(), protocol, repr(sorted(options.items())), environment)
         if key not in _held:
-            _held[key] = _patient(kind(**options, skip_instance_cache=True))
+            _held[key] = _patient(kind(**options, skip_instance_cache=True), _EXTRA.get(protocol, protocol))
         return _held[key], root
     except ImportError as error:
         extra = _EXTRA.get(protocol)
@@ -97,13 +99,26 @@ def _filled_in(kind: Any, client: str) -> dict[str, Any]:
     return options
 
 
-def _patient(fs: Any) -> Any:
+def _patient(fs: Any, client: str) -> Any:
     """`fs` with retries that do not multiply into minutes: whoever ships tries again anyway, with growing pauses."""
-    if getattr(fs, "protocol", None) == ("s3", "s3a"):
+    if client == "s3":
         fs.retries = 2
+    elif client == "gcs":
+        _retry_less(fs)
     service = getattr(fs, "service_client", None)
     policy = getattr(getattr(service, "_config", None), "retry_policy", None)
     if policy is not None and hasattr(policy, "initial_backoff"):  # adlfs has no option for it; its first pause is 15 s
-        policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 1, 2
+        policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 0, 1
         policy.random_jitter_range = 1
     return fs
+
+
+def _retry_less(fs: Any) -> None:
+    """Three attempts where gcsfs, which has no option for it, makes six; it would log each failure with a traceback."""
+    from gcsfs.retry import retry_request
+
+    request = getattr(type(fs)._request, "__wrapped__", None)
+    if request is not None:
+        fs._request = MethodType(retry_request(retries=3)(request), fs)
+    for name in ("gcsfs", "google.auth"):  # handlers of the user's own still hear of it
+        logging.getLogger(name).addHandler(logging.NullHandler())
