@@ -28,8 +28,14 @@ _FIRST_FORM = re.compile(rb"[0-9a-f]{32}")
 def probe(store: Store) -> PutIfAbsent:
     """Whether the store honours put-if-absent. Raises StoreError while that cannot be told.
 
-    Of all creators of one name at most one may be told that it succeeded, and what stands there never changes.
+    Of all creators of one name at most one may be told that it succeeded, and what stands there never changes. One
+    reply that went wrong looks like a store that overwrites, and would brand the ledger for good: it is asked again.
     """
+    first = _probe_once(store)
+    return first if first == "honoured" else _probe_once(store)
+
+
+def _probe_once(store: Store) -> PutIfAbsent:
     if _overwritten(store, TWICE, [_create(store, TWICE), _create(store, TWICE)]):
         return "ignored"
     with ThreadPoolExecutor(_RACERS) as pool:
