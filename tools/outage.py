@@ -14,8 +14,8 @@ misfortune after another over the whole time:
 
 Afterwards the shipper has to finish by itself, and: the ledger holds every acknowledged event exactly once and no
 other; `verify --deep` exits with 0; no writer ended with an error or said a word; no record() took longer than
-`LIMIT_S`; the anonymous memory and the descriptors of writers and shipper are flat. Prints one JSON object and ends
-with 1 at the first broken promise.
+`LIMIT_S` allows; the anonymous memory of the writers and the descriptors of all are flat. Prints one JSON object and
+ends with 1 at the first broken promise.
 """
 
 import argparse
@@ -40,15 +40,24 @@ from chaos_proxy import ChaosProxy
 from store_servers import SeaweedFS
 
 RUN = "outage"
-LIMIT_S = 4.0
-"""What no record() may take: far above block_ms and what two cores shared by all these processes make of it, far below
-any misfortune."""
+LIMIT_S = 2.0
+"""What no record() may take beyond four times the longest that the machine kept a sleeping writer waiting for a core:
+far above block_ms, far below any misfortune."""
 ASKS = 0.5
 """How often a second a writer asks for its events to be committed, so that the shipper meets every misfortune."""
 FLAT_BYTES = 24 << 20
 FLAT_FILES = 64
 _HEAD, _SLOT, _SLOTS = 64, 24, 200_000
-_FIELDS = ("acknowledged", "slowest_ns", "memory_before", "memory_after", "files_before", "files_after", "done")
+_FIELDS = (
+    "acknowledged",
+    "slowest_ns",
+    "noise_ns",
+    "memory_before",
+    "memory_after",
+    "files_before",
+    "files_after",
+    "done",
+)
 
 
 # -- a writer --------------------------------------------------------------------------------------------------------
@@ -128,7 +137,9 @@ def write(where: Path, url: str, rank: int, seconds: float, rate: float) -> None
         if chance.random() < ASKS / rate:
             with contextlib.suppress(rlk_ledger.errors.FlushTimeout):
                 rlk_ledger.flush("committed", timeout=0)
-        time.sleep(chance.expovariate(rate))
+        pause, before = chance.expovariate(rate), time.monotonic_ns()
+        time.sleep(pause)
+        notes.put("noise_ns", max(notes.get("noise_ns"), time.monotonic_ns() - before - int(pause * 1e9)))
     notes.put("memory_after", anonymous_bytes())
     notes.put("files_after", open_files())
     rlk_ledger.close()
@@ -260,7 +271,8 @@ def check(
     assert max(acknowledged.values()) == 1, "record() returned one number twice"
     assert found == acknowledged, f"lost {acknowledged - found}, doubled or never acknowledged {found - acknowledged}"
     slowest = max(note.get("slowest_ns") for note in notes) / 1e9
-    assert slowest < LIMIT_S, f"a record() took {slowest:.3f} s"
+    noise = max(note.get("noise_ns") for note in notes) / 1e9
+    assert slowest < LIMIT_S + 4 * noise, f"a record() took {slowest:.3f} s, a sleep at most {noise:.3f} s too long"
     grown = max(note.get("memory_after") - note.get("memory_before") for note in notes)
     assert grown < FLAT_BYTES, f"a writer grew by {grown} bytes"
     leaked = max(note.get("files_after") - note.get("files_before") for note in notes)
@@ -272,6 +284,7 @@ def check(
         "acknowledged": len(acknowledged),
         "in_the_ledger": sum(found.values()),
         "slowest_record_ms": round(slowest * 1e3, 2),
+        "slowest_wake_ms": round(noise * 1e3, 2),
         "writer_growth_bytes": grown,
         "shipper_processes": len(watch.pids),
         "shipper_memory_bytes": [watch.memory[0], max(watch.memory)],
