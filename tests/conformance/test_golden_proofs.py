@@ -55,6 +55,12 @@ def test_it_holds_every_object_that_a_run_can_have() -> None:
     assert not any(name in "".join(TWIN["objects"]) for name in TWIN["pruned"]["graves"])
 
 
+def test_the_anchor_holds_the_very_bytes_of_a_checkpoint() -> None:
+    ((path, digest),) = TWIN["anchor"].items()
+    assert path == f"{TWIN['ledger']['ledger_id']}/{RUN}/00000001"
+    assert digest == TWIN["checkpoints"][layout.checkpoint_path(RUN, 1)]["digest"]
+
+
 def test_every_object_encodes_to_the_bytes_it_was_read_from() -> None:
     for path in TWIN["objects"]:
         data = (ROOT / path).read_bytes()

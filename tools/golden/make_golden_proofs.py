@@ -3,8 +3,9 @@
     python tools/golden/make_golden_proofs.py tests/conformance
 
 writes `golden-1-proofs/` (signed receipts, checkpoints and their indexes, a tombstone with the segment it speaks of
-gone, holds, a seal, tokens under `redaction = hash`) and `golden-1-proofs.json`: everything in it, decoded, and what
-`verify` says of it under every option. From fixed ids, clocks and keys; made once and kept. Needs `cryptography`.
+gone, holds, a seal, tokens under `redaction = hash`), `golden-1-proofs-anchor/` (one of its checkpoints, elsewhere) and
+`golden-1-proofs.json`: everything in them, decoded, and what `verify` says under every option. From fixed ids, clocks
+and keys; made once and kept. Needs `cryptography`.
 """
 
 import base64
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rlk_ledger import checkpoints, index, layout, seals
+from rlk_ledger.anchors import anchor
 from rlk_ledger.audit import audit
 from rlk_ledger.chain import Chain, Ending
 from rlk_ledger.contact import meet
@@ -32,7 +34,7 @@ from rlk_ledger.verify import verify
 from rlk_ledger_schemas.checkpoints import Checkpoint
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.events import SCHEMA_VERSION, check_fields, encode
-from rlk_ledger_schemas.fingerprints import contract_id, token_digest
+from rlk_ledger_schemas.fingerprints import contract_id, sha256, token_digest
 from rlk_ledger_schemas.holds import Hold, encode_hold
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, encode_object
 from rlk_ledger_sdk.redaction import Redaction
@@ -157,6 +159,7 @@ def make(folder: Path) -> None:
     second.publish(second.draft(training[:4]))
     closed = redacted(ROLLOUT, 10, "writer.closed", reason="done")
     checkpoints.make(store, RUN, signer(9), wall_us=lambda: clock(4))
+    anchor(store, RUN, str(anchor_of(folder / "golden-1-proofs")))
     second.publish(second.draft([*training[4:], closed], {TRAINING: Ending(12, 4)}))
     prune(store, Chain(store, contact, SHIPPERS[2], lambda: clock(5), signer(3)), pruned)
     hold(store, HELD, clock(6))
@@ -166,6 +169,11 @@ def make(folder: Path) -> None:
     first.publish(first.draft([redacted(ROLLOUT, 11, "writer.closed", reason="again")]))
     text = json.dumps(twin(folder / "golden-1-proofs"), indent=1, sort_keys=True, ensure_ascii=False)
     (folder / "golden-1-proofs.json").write_text(text + "\n")
+
+
+def anchor_of(root: Path) -> Path:
+    """Where checkpoint 1 of the ledger at `root` is anchored."""
+    return root.with_name(f"{root.name}-anchor")
 
 
 def prune(store: FileStore, chain: Chain, receipt: Receipt) -> None:
@@ -203,14 +211,15 @@ def hold(store: FileStore, hold_id: str, wall_us: int, released: bool = False) -
 
 
 def options() -> dict[str, dict[str, Any]]:
-    """Every way to ask `verify`, by name; `copy` stands for checkpoint 0 as somebody kept it."""
+    """Every way to ask `verify`, by name; `copy` stands for checkpoint 0 as somebody kept it, `anchor` for its URL."""
     return {
         "plain": {},
         "deep": {"deep": True},
         "copy": {"checkpoints": ["copy"]},
         "key": {"keys": [signer(9).public_key]},
         "other key": {"keys": [signer(8).public_key]},
-        "copy, key, deep": {"checkpoints": ["copy"], "keys": [signer(9).public_key], "deep": True},
+        "anchor": {"anchor": "anchor"},
+        "all": {"checkpoints": ["copy"], "keys": [signer(9).public_key], "deep": True, "anchor": "anchor"},
     }
 
 
@@ -220,6 +229,8 @@ def verified(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     given = dict(asked)
     if "checkpoints" in given:
         given["checkpoints"] = [checkpoints.read_checkpoint(store, RUN, 0)]
+    if "anchor" in given:
+        given["anchor"] = str(anchor_of(root))
     found = verify(store, **given)
     places = ("kind", "severity", "object", "writer", "first", "last", "byte", "end_byte")
     rows = [{name: value for name in places if (value := getattr(f, name)) is not None} for f in found.findings]
@@ -239,6 +250,7 @@ def twin(root: Path) -> dict[str, Any]:
     run, store = ledger.run(RUN), ledger.store
     pruned = run.pruned()
     assert pruned is not None
+    there = open_store(str(anchor_of(root)))
     paths = [entry.path for entry in store.list(layout.run_root(RUN))]
     history = load_history(ledger, RUN)
     return {
@@ -251,6 +263,7 @@ def twin(root: Path) -> dict[str, Any]:
             layout.checkpoint_path(RUN, c.k): _checkpoint(c) for c in checkpoints.read_checkpoints(store, RUN)
         },
         "indexes": {p: _index(store.read(p), p) for p in paths if "/index/" in p},
+        "anchor": {e.path: sha256(there.read(e.path)) for e in there.list("")},
         "holds": {p: json.loads(store.read(p)) for p in paths if "/hold/" in p},
         "standing": [state.hold_id for state in read_holds(store, RUN) if state.stands],
         "seal": json.loads(store.read(layout.seal_path(RUN))),
