@@ -3,7 +3,8 @@
     python tools/bench/p9_open.py [--receipts N] [--local] [--without] [--growth] [--json FILE]
 
 On an S3 server on loopback (SeaweedFS), or in a local folder; each measurement is a fresh process, and its imports are
-told apart. `--without` opens the same ledger by reading every receipt, `--growth` goes 1k, 10k, 100k, N.
+told apart. The full size is `--receipts 200000`. `--without` opens the same ledger by reading every receipt, `--growth`
+goes 1k, 10k, 100k, N.
 """
 
 import argparse
@@ -123,7 +124,7 @@ def measure(receipts: int, local: bool, without: bool, server: Any) -> list[dict
 def main() -> None:
     """Measures, prints a table, and writes JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--receipts", type=int, default=200_000)
+    parser.add_argument("--receipts", type=int, default=10_000)
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--without", action="store_true")
     parser.add_argument("--growth", action="store_true")
