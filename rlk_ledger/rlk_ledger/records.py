@@ -130,7 +130,7 @@ def _projection(column: Promoted, decoded: Sequence[dict[str, Any]]) -> list[Any
     """One column. Most hold one plain type and are taken as they are, the others value by value as `project` says."""
     values = [fields.get(column.path[0]) for fields in decoded]
     if len(column.path) == 1 and {*map(type, values)} <= {_PYTHON[column.type], type(None)}:
-        limit = _LIMITS.get(column.type)
+        limit = _LIMITS.get(column.type, 0)
         known = [value for value in values if value is not None] if limit else []
         if not known or (min(known) > -limit and max(known) < limit):
             return values
