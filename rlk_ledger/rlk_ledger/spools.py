@@ -181,10 +181,10 @@ class WriterSpool:
             if self.unreadable:
                 break
             if not newest or self.closed or self.alive is False:
+                if newest and not self._hidden and not self._read_losses(file, out):
+                    break
                 if not self._finish(file):
                     break
-                if newest and not self._hidden:
-                    self._read_losses(file, out)
         return out, used
 
     def sync(self) -> None:
@@ -303,14 +303,22 @@ class WriterSpool:
                 self.closed = True
         return used
 
-    def _read_losses(self, file: SpoolFile, out: list[Record]) -> None:
-        """Appends the gap event of what the writer had lost and not stated yet; `file` stays until it is committed."""
-        payload = read_losses(self.directory, self.writer_id, self.read_seq)
+    def _read_losses(self, file: SpoolFile, out: list[Record]) -> bool:
+        """Appends the gap event of what the writer had lost and not stated yet; `file` stays until it is committed.
+
+        False where the disk does not say.
+        """
+        try:
+            payload = read_losses(self.directory, self.writer_id, self.read_seq)
+        except OSError as error:
+            self._fails(file, error)
+            return False
         if payload is not None:
             record = make_record(*decode_payload(payload))
             out.append(record)
             self.events_read += 1
             file.last_seq = self.read_seq = record.seq
+        return True
 
     def _next(self, file: SpoolFile) -> bytes | None:
         """The file's next payload; None also where the disk fails: what was read before must not be lost with it."""

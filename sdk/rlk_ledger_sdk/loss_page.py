@@ -72,11 +72,11 @@ def read_losses(directory: Path, writer_id: str, last_seq: int) -> bytes | None:
     """The payload of the gap event that a writer still owed when it ended, None when it owed nothing.
 
     `last_seq` is the number of the last event in its spool files (-1 for none): a gap with a number up to that one
-    stands in a file already. Damage reads as nothing.
+    stands in a file already. Damage reads as nothing. Raises OSError where the disk does not say.
     """
     try:
         data = (directory / NAME).read_bytes()
-    except OSError:
+    except FileNotFoundError:
         return None
     best: tuple[int, bytes] | None = None
     for offset in range(0, _SIZE, _SLOT):
