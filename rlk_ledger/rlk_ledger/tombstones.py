@@ -188,6 +188,7 @@ class Pruned(NamedTuple):
     def text(self) -> str:
         """`3 segments (120 events, steps 0-4) were pruned by WHO: WHY`."""
         steps = "" if self.first_step is None else f", steps {self.first_step}-{self.last_step}"
+        steps = f", step {self.first_step}" if self.first_step == self.last_step is not None else steps
         why = f": {'; '.join(self.reasons)}" if self.reasons else ""
         what = "1 segment" if self.segments == 1 else f"{self.segments} segments"
         were = "was" if self.segments == 1 else "were"

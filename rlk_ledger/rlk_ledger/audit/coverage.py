@@ -59,7 +59,9 @@ def _active(view: View) -> Iterable[Finding]:
             {"field": "sample_id", "sample_id": score.sample_id, "source": score.source},
             {"reason": "scores that belong to no recorded sample, or to no one attempt of it"}
             | {"scores": len(view.pairing.orphans)},
-            "Record the rollout.sample these scores belong to, and `attempt` where a sample has several.",
+            "Record the rollout.sample these scores belong to, and `attempt` where a sample has several."
+            if view.history.pruned is None
+            else "Their samples may be among what was pruned; else record the rollout.sample these scores belong to.",
         )
 
 

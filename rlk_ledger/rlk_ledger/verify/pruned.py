@@ -93,11 +93,13 @@ def _pruned(run_id: str, receipts: Sequence[Receipt], graves: Graves, absent: Co
         what = summary(found, receipts)
         if what is not None:
             numbers = sorted(grave.receipt.n for grave in found)
-            text = f"{what.text}; {_said(run_id, found[0].tombstone)}; receipts {numbers[0]}-{numbers[-1]} stay"
+            stay = f"receipts {numbers[0]}-{numbers[-1]} stay" if len(numbers) > 1 else f"receipt {numbers[0]} stays"
+            text = f"{what.text}; {_said(run_id, found[0].tombstone)}; {stay}"
             yield finding("segment.pruned", f"{layout.run_root(run_id)}/segment/{shipper}", text)
     for found in there.values():
         path = layout.segment_path(run_id, found[0].receipt.segment.name)
-        text = f"{len(found)} segments are named by a tombstone and still there; {_said(run_id, found[0].tombstone)}"
+        what_is = "1 segment is" if len(found) == 1 else f"{len(found)} segments are"
+        text = f"{what_is} named by a tombstone and still there; {_said(run_id, found[0].tombstone)}"
         yield finding("prune.unfinished", path, f"{text}; `rlk-ledger prune` under the same policy goes on")
 
 
@@ -113,7 +115,7 @@ def _unvouched(run_id: str, graves: Graves, absent: Collection[str], vouched: Vo
     for place, names in gone.items():
         newer = "the copies" if vouched.copies and not vouched.keys else "the newest checkpoint that is believed"
         text = (
-            f"{len(names)} segments are gone ({names[0]} ...); the tombstone in this receipt came after {newer} and "
+            f"{len(names)} segments are gone ({names[0]} first); the tombstone in this receipt came after {newer} and "
             "bears no registered signature: whoever can write to the bucket can have written it"
         )
         yield finding("prune.unvouched", layout.receipt_path(run_id, *place), text)

@@ -7,6 +7,7 @@ from rlk_ledger.checkpoints import read_checkpoint
 from rlk_ledger.ledger import Run
 from rlk_ledger.seals import Census, covered, openings, sealed_checkpoint, take_census
 from rlk_ledger.store import Missing, Store
+from rlk_ledger.tombstones import TYPE
 from rlk_ledger.verify.chains import Chains
 from rlk_ledger.verify.checkpoints import Coverage
 from rlk_ledger.verify.finding import Finding, finding
@@ -125,7 +126,7 @@ def _check_late(
         strangers = _strangers(receipt, seal)
         if not strangers:
             yield finding("seal.added", path, "it came after the seal, of writers that were open then")
-        elif {t.type for t in receipt.types} <= _TOMBSTONE:
+        elif TYPE in (types := {t.type for t in receipt.types}) and types <= _TOMBSTONE:
             yield finding("seal.added", path, "it came after the seal, and holds a tombstone")
         elif registered and (receipt.shipper, receipt.n) in chains.signed:
             yield finding("seal.added", path, "it came after the seal, signed by a registered key")
