@@ -19,7 +19,7 @@ from rlk_ledger.verify import verify
 from rlk_ledger_schemas.checkpoints import checkpoint_text, decode_checkpoint, encode_checkpoint, origin
 from rlk_ledger_schemas.errors import ConfigError, UsageError
 from rlk_ledger_schemas.findings import Exit
-from rlk_ledger_schemas.fingerprints import sha256
+from rlk_ledger_schemas.fingerprints import canonical_json, sha256
 from rlk_ledger_schemas.notes import NoteSignature, VerifierKey, decode_note, decode_vkey
 from rlk_ledger_schemas.objects import FORMAT, RunInfo, decode_receipt, encode_receipt
 
@@ -433,6 +433,20 @@ def test_signing_is_deterministic_and_covers_every_other_byte(signed: Maker) -> 
     for name in fields.keys() - {"self", "signature"}:
         changed = json.dumps({k: v for k, v in fields.items() if k != name}).encode()
         assert not signing.receipt_signed_by(changed, receipt, signed.signer.public_key), name
+
+
+def test_what_is_signed_is_the_receipt_without_self_and_signature_whatever_repeats_them(signed: Maker) -> None:
+    data = signed.path(signed.a, 1).read_bytes()
+    fields = json.loads(data)
+    for extra in (
+        {},
+        {"note": {"self": fields["self"]}},
+        {"a": {"signature": fields["signature"], "z": 1}},
+        {"z": "é"},
+    ):
+        whole = canonical_json({**fields, **extra})
+        rest = canonical_json({k: v for k, v in {**fields, **extra}.items() if k not in ("self", "signature")})
+        assert signing.receipt_message(whole) == b"rlk-ledger receipt\n" + rest
 
 
 @pytest.mark.parametrize("how", ["stripped", "another key", "garbage"])
