@@ -4,8 +4,10 @@ Endpoints and credentials come from where the client itself looks: its environme
 (FSSPEC_CONFIG_DIR, FSSPEC_S3 ...). What the user set there is left as it is; only what is unset is filled in here.
 """
 
+import asyncio
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -33,8 +35,21 @@ _PERMISSIONS = {
     },
 }
 _ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST")
-# Keyed by process too: a client holds a thread that does not survive a fork, and must not be finalised in the child.
+# Keyed by process too: a client works on a thread that does not survive a fork.
 _held: dict[tuple[Any, ...], Any] = {}
+
+
+def _let_go_in_child() -> None:
+    """In a forked child: drops finalizers of inherited clients, which at exit wait for the thread that is not there."""
+    running = asyncio._get_running_loop()
+    for pending in list(getattr(weakref.finalize, "_registry", ())):
+        alive = pending.peek()
+        loops = [arg for arg in alive[2] if isinstance(arg, asyncio.AbstractEventLoop)] if alive else []
+        if loops and running not in loops:
+            pending.detach()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def connect(url: str, protocol: str) -> tuple[Any, str]:
