@@ -483,6 +483,8 @@ def _span(gap: Recorded) -> dict[str, Any]:
 _TIME_NS, _TIME = time.time_ns, time.time
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_any_steps_of_recorders_shippers_and_ledger() -> None:
     by_hand = os.environ.get("RLK_TEST_MACHINE")
     run_state_machine_as_test(

@@ -468,6 +468,7 @@ def spread(pairs: list[tuple[Call, str]], name: str, most: int) -> list[tuple[Ca
     return random.Random(zlib.crc32(name.encode())).sample(pairs, most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCEDURES, ids=lambda k: k.__name__)
 @pytest.mark.timeout(1800)
 def test_every_outcome_of_every_call(kind: type[Procedure], helpers: Any, tmp_path: Path) -> None:
@@ -484,6 +485,7 @@ def test_every_outcome_of_every_call(kind: type[Procedure], helpers: Any, tmp_pa
     assert not wrong, f"{len(wrong)} of {len(pairs)}:\n" + "\n".join(wrong[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCEDURES, ids=lambda k: k.__name__)
 @pytest.mark.timeout(1800)
 def test_two_faults_at_random(kind: type[Procedure], helpers: Any, tmp_path: Path) -> None:
