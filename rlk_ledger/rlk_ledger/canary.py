@@ -19,7 +19,7 @@ from rlk_ledger_schemas.fingerprints import canonical_json, sha256
 from rlk_ledger_schemas.objects import FORMAT
 
 PutIfAbsent = Literal["honoured", "ignored"]
-TWICE, RACE = "twice", "race"
+TWICE, RACE, AGAIN = NAMES = ("twice", "race", "again")
 _RACERS = 4
 _FIRST_FORM = re.compile(rb"[0-9a-f]{32}")
 """What the first release wrote: a random number, which says nothing about itself."""
@@ -29,18 +29,21 @@ def probe(store: Store) -> PutIfAbsent:
     """Whether the store honours put-if-absent. Raises StoreError while that cannot be told.
 
     Of all creators of one name at most one may be told that it succeeded, and what stands there never changes. One
-    reply that went wrong looks like a store that overwrites, and would brand the ledger for good: it is asked again.
+    reply that went wrong looks like a store that overwrites, and would brand the ledger for good: it is asked again,
+    after a race with a race for a name of its own, because the first is taken.
     """
-    first = _probe_once(store)
-    return first if first == "honoured" else _probe_once(store)
-
-
-def _probe_once(store: Store) -> PutIfAbsent:
-    if _overwritten(store, TWICE, [_create(store, TWICE), _create(store, TWICE)]):
+    if _twice(store) and _twice(store):
         return "ignored"
+    return "ignored" if _race(store, RACE) and _race(store, AGAIN) else "honoured"
+
+
+def _twice(store: Store) -> bool:
+    return _overwritten(store, TWICE, [_create(store, TWICE), _create(store, TWICE)])
+
+
+def _race(store: Store, name: str) -> bool:
     with ThreadPoolExecutor(_RACERS) as pool:
-        race = list(pool.map(lambda _: _create(store, RACE), range(_RACERS)))
-    return "ignored" if _overwritten(store, RACE, race) else "honoured"
+        return _overwritten(store, name, list(pool.map(lambda _: _create(store, name), range(_RACERS))))
 
 
 def path_of(name: str) -> str:
@@ -79,8 +82,12 @@ def _create(store: Store, name: str) -> bytes | None:
 def _overwritten(store: Store, name: str, attempts: list[bytes | None]) -> bool:
     """Whether two creators were told that they succeeded, or something else stands where one did."""
     created = [data for data in attempts if data is not None]
+    path = path_of(name)
     try:
-        there = store.read(path_of(name))
+        there = store.read(path)
+        check_canary(name, there)
     except Missing as error:
-        raise StoreError(f"{store.locate(path_of(name))} was written and is not there.") from error
+        raise StoreError(f"{store.locate(path)} was written and is not there.") from error
+    except FormatError as error:  # a body that was cut says nothing about the store's promises
+        raise StoreError(f"{store.locate(path)} reads back as {len(there)} bytes that are no canary.") from error
     return len(created) > 1 or (bool(created) and created[0] != there)

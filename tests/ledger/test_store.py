@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlk_ledger import contact
+from rlk_ledger.canary import encode_canary
 from rlk_ledger.store import AlreadyThere, FileStore, Missing, open_store
 from rlk_ledger_schemas.errors import ConfigError, StoreError
 
@@ -135,7 +136,7 @@ class _ChecksThenWrites(_Overwriting):
 
     def create(self, path: str, data: bytes) -> None:
         there = path in self.objects
-        if path.endswith("race"):
+        if not path.endswith("twice"):
             self.together.wait()
         if there:
             raise AlreadyThere(path)
@@ -148,7 +149,7 @@ class _Loses(_Overwriting):
     def create(self, path: str, data: bytes) -> None:
         if path in self.objects:
             raise AlreadyThere(path)
-        self.objects[path] = b"somebody else's"
+        self.objects[path] = encode_canary(path.rpartition("/")[2], "somebody else's")
 
 
 def _run(**more):
@@ -175,7 +176,14 @@ def test_the_probe_sees_a_store_that_ignores_the_condition(store) -> None:
         assert contact.probe(careless) == "ignored", type(careless).__name__
 
 
-def test_a_probe_that_cannot_be_read_back_says_so_and_nothing_else(tmp_path: Path) -> None:
+def test_a_probe_that_cannot_be_read_back_says_so_and_nothing_else() -> None:
+    class Cuts(_Overwriting):
+        def read(self, path: str) -> bytes:
+            return super().read(path)[:50]
+
+    with pytest.raises(StoreError, match="reads back as 50 bytes that are no canary"):
+        contact.probe(Cuts())
+
     class Forgets(_Overwriting):
         def create(self, path: str, data: bytes) -> None:
             pass

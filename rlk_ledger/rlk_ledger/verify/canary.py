@@ -1,7 +1,7 @@
 """The objects of the put-if-absent probe, and what the probe found."""
 
 from rlk_ledger import layout
-from rlk_ledger.canary import RACE, TWICE, check_canary, path_of
+from rlk_ledger.canary import NAMES, check_canary, path_of
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
@@ -16,7 +16,7 @@ def check_canaries(store: Store) -> list[Finding]:
     for name in store.children(layout.CANARY):
         path = path_of(name)
         try:
-            if name not in (TWICE, RACE):
+            if name not in NAMES:
                 raise FormatError(f"{path}: the put-if-absent probe writes no such object.")
             check_canary(name, store.read(path))
         except Missing:
