@@ -33,6 +33,8 @@ from rlk_ledger_schemas.seals import (
 )
 
 _SHOWN = 4
+_LOOKS = 8
+"""Looks for receipts before a run that goes on is sealed as it stands."""
 
 
 class Unfinished(LedgerError):
@@ -103,7 +105,7 @@ def seal(
     if before is not None:
         return Sealed(before, False)
     info = Run(store, run_id).info
-    made = checkpoints.make(store, run_id, signer)
+    made = _cover(store, run_id, signer)
     newest = checkpoints.latest(store, run_id, made)
     if newest is None:
         raise LedgerError(f"run {run_id!r} has no receipts yet: there is nothing to seal.")
@@ -120,6 +122,17 @@ def seal(
     if there is None:
         raise LedgerError(f"{store.locate(path)} was removed right after it was written; seal the run again.")
     return Sealed(there, encode_seal(there) == data)
+
+
+def _cover(store: Store, run_id: str, signer: Signer | None) -> Checkpoint | None:
+    """Covers the run until a second look finds nothing new: a seal cannot be made again when a listing was behind."""
+    made = checkpoints.make(store, run_id, signer)
+    for _ in range(_LOOKS):
+        more = checkpoints.make(store, run_id, signer, made)
+        if more is None:
+            break
+        made = more
+    return made
 
 
 def _compose(info: RunInfo, newest: Checkpoint, census: Census, wall_us: int) -> Seal:
