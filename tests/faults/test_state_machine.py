@@ -112,6 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.shippers: list[Shipper | None] = [None] * (NODES + 1)
         self.markers = 0
         self.torn = self.sealed = self.behind = self.unguarded = False
+        self.careless = False  # the bucket said 200 to creates that it did not keep, which a probe may tell of
         self.exact = True  # in an exact example nothing happens that may leave an event in the ledger twice
         self.copies = 0
         self.patch = pytest.MonkeyPatch()
@@ -268,7 +269,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def _turn(self, node: int, flush: bool, fresh: bool) -> None:
         """One cycle of the node's shipper, or of a second one that takes turns with it by the lock."""
         with elected(self._spool(node), wait_s=0.0) as lock:
-            assert lock is not None
+            if lock is None:  # of a shipper "killed" at a line: this process still has its descriptor
+                return
             shipper = None if fresh else self.shippers[node]
             shipper = shipper or Shipper(self._spool(node))
             if not fresh:
@@ -338,6 +340,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 return None
             left[0] -= 1
             self.behind = self.behind or fault[1] in ("stale", "missing", "cut")
+            self.careless = self.careless or fault[1] == "ignored"
             return fault[1]
 
         self.bucket.ghost = f"{self.bucket.name}/ledger/runs/{RUN}/receipt/{'0' * 32}/00000000.json"
@@ -457,6 +460,7 @@ class LedgerMachine(RuleBasedStateMachine):
         allowed |= {"seqs.dropped"} if lossy else set()
         allowed |= {"bytes.lost"} if self.torn else set()
         allowed |= {"duplicates"} if twice else set()
+        allowed |= {"store.overwrites"} if self.careless else set()
         allowed |= {"seal.late", "seal.added", "seal.incomplete"} if self.sealed else set()
         assert kinds <= allowed, result.findings
         assert result.exit_code in (Exit.OK, Exit.GAP)
@@ -471,6 +475,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(mine.values()) <= writer.maybe, "an event that nobody recorded"
         gaps = [Recorded("gap", e.seq, _span(e), {}) for e in events if e.type == "gap"]
         others = [e for e in events if e.type != "gap"]
+        if self.copies:  # a copy made in an outage states some losses a second time: none is unstated
+            claimed = {e.seq for e in events} | {n for gap in gaps for n in range(gap.fields["first"], gap.seq)}
+            assert claimed == set(range(max(claimed, default=-1) + 1)), writer.id
+            return
         assert unaccounted(others + gaps) == [], writer.id
         stated = sum(gap.fields["last"] - gap.fields["first"] + 1 for gap in gaps)
         assert writer.lost <= stated <= writer.lost + len(writer.maybe) + 1, (writer.lost, stated)
