@@ -20,6 +20,7 @@ from rlk_ledger_schemas.errors import RlkError
 
 DEFAULT_PERIOD_S = 300.0
 _RETRY_S = 1.0
+_LONGEST_RETRY_S = 60.0
 
 
 class _Wanted(NamedTuple):
@@ -60,6 +61,7 @@ class Checkpointer:
         self._newest: Checkpoint | None = None
         self._next_at = mono_s() + period_s * random.uniform(0.5, 1.0)
         self._retry_at = 0.0
+        self._vain = 0  # rounds in a row that were to cover what we have and did not
 
     def adopt(self, marks: Mapping[str, int], committed: Mapping[str, int]) -> None:
         """What other chains hold of the run; `committed` is the last committed number of each writer."""
@@ -92,7 +94,8 @@ class Checkpointer:
     def round(self, store: Store, now: bool) -> bool:
         """Looks for a checkpoint that covers what we have, and makes one: always when `now`, else when none is young.
 
-        Whether it is covered; what went wrong is in `error`.
+        Whether it is covered; what went wrong is in `error`. A round in vain is tried again with growing pauses, also
+        while a writer waits: a receipt that is gone or damaged must not become a poll of the bucket.
         """
         try:
             self._round(store, now)
@@ -101,10 +104,12 @@ class Checkpointer:
             self.error = str(error).rstrip(".")
         except Exception as error:  # a defect here must not end the process that ships
             self.error = f"internal error in a checkpoint of run {self.run_id!r}: {type(error).__name__}: {error}"
-        at = self._mono_s()
+        at, covered = self._mono_s(), not self.news()
         self._next_at = at + self.period_s * random.uniform(0.75, 1.25)
-        self._retry_at = at + _RETRY_S * random.uniform(1.0, 2.0) if self.error else 0.0
-        return not self.news()
+        self._vain = self._vain + 1 if self.error or (now and not covered) else 0
+        pause = min(_LONGEST_RETRY_S, _RETRY_S * 2 ** min(self._vain - 1, 10)) * random.uniform(1.0, 2.0)
+        self._retry_at = at + pause if self._vain else 0.0
+        return covered
 
     def _round(self, store: Store, now: bool) -> None:
         with self._lock:

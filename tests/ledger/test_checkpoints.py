@@ -577,6 +577,32 @@ def test_a_checkpoint_that_cannot_be_made_is_said_and_tried_again_later(many: Ma
     assert mine.error is None
 
 
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_what_cannot_be_covered_is_asked_for_ever_less_often_while_a_writer_waits(many: Many, tmp_path, damage) -> None:
+    clock = Clock()
+    mine = covering(many, 300, clock)
+    a = many.chain()
+    many.grow(a)
+    path = tmp_path / "ledger" / layout.receipt_path(RUN, a.shipper, 0)
+    whole = path.read_bytes()
+    path.unlink() if damage == "gone" else path.write_bytes(whole[:-1])
+    mine.note(a.shipper, 0, {"w": 4})
+    rounds, end = 0, clock.now + 3600
+    while clock.now < end:
+        if mine.due(True):
+            rounds += 1
+            assert not mine.round(many.store, now=True)
+        clock.now += 0.5
+    assert 20 <= rounds <= 80, "an hour at one a minute or two, and a few quick ones to begin with"
+    path.write_bytes(whole)
+    clock.now += 121
+    assert mine.due(True)
+    assert mine.round(many.store, now=True)
+    many.grow(a)
+    mine.note(a.shipper, 1, {"w": 9})
+    assert mine.due(True), "the next one is not late for it"
+
+
 def test_a_writer_is_told_it_is_covered_only_when_the_marks_say_so(many: Many, tmp_path: Path) -> None:
     clock = Clock()
     mine = covering(many, 300, clock)
