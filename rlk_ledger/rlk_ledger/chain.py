@@ -15,6 +15,7 @@ from rlk_ledger.contact import Contact
 from rlk_ledger.records import LIMIT, Record
 from rlk_ledger.segments import write_segment
 from rlk_ledger.signing import Signer, signed
+from rlk_ledger.spans import Spans, merged
 from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import StoreError
@@ -210,3 +211,16 @@ def ranges(seqs: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def held_ranges(writer: WriterRange) -> tuple[tuple[int, int], ...]:
     """The inclusive ranges of sequence numbers a receipt says its segment holds of one writer."""
     return ((writer.first, writer.last),) if writer.ranges is None else writer.ranges
+
+
+def holders(receipts: Iterable[Receipt]) -> dict[str, list[tuple[Receipt, Spans]]]:
+    """Of every writer the receipts that hold some of its numbers, in the order given, and which numbers those are."""
+    out: dict[str, list[tuple[Receipt, Spans]]] = {}
+    for receipt in receipts:
+        held: dict[str, Spans] = {}
+        for writer in receipt.writers:
+            held.setdefault(writer.writer_id, []).extend(held_ranges(writer))
+        for writer_id, spans in held.items():
+            if spans:
+                out.setdefault(writer_id, []).append((receipt, merged(spans)))
+    return out

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlk_ledger import index, layout
+from rlk_ledger.chain import holders
 from rlk_ledger.receipts import Receipts
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
@@ -169,7 +170,7 @@ class Run:
         if not graves:
             return None
         gone = absent(self.store, self.run_id, graves)
-        return summary([graves[name] for name in sorted(gone)], self.receipts)
+        return summary([graves[name] for name in sorted(gone)], holders(self.receipts))
 
 
 class Ledger:

@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from rlk_ledger import layout
-from rlk_ledger.chain import held_ranges
+from rlk_ledger.chain import holders
 from rlk_ledger.checkpoints import latest, make
 from rlk_ledger.holds import refuse_held, this_person
 from rlk_ledger.ledger import Ledger, Run, SegmentFile
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.signing import load_signer
-from rlk_ledger.spans import Spans, intersect, merged
+from rlk_ledger.spans import Spans, intersect, merged, repeated
 from rlk_ledger.store import Missing
 from rlk_ledger.summary import writer_states
 from rlk_ledger.tombstones import TYPE, absent, statements
@@ -215,28 +215,16 @@ def _compare(run: Run, found: Sequence[_Found]) -> tuple[tuple[str, int, int], .
     Verify compares such copies whenever it looks; once one of them is gone only the tombstone can say that they agreed.
     """
     names = {one.receipt.segment.name for one in found}
+    held = holders(run.receipts) if run.shared_writers else {}
     out = []
     for writer_id in sorted(run.shared_writers):
-        holders = [(r, s) for r in run.receipts if (s := _held(r, writer_id))]
-        twice = _twice([spans for _, spans in holders])
-        here = merged(span for r, spans in holders if r.segment.name in names for span in intersect(spans, twice))
+        mine = held[writer_id]
+        twice = repeated(spans for _, spans in mine)
+        here = merged(span for r, spans in mine if r.segment.name in names for span in intersect(spans, twice))
         if here:
-            _refuse_forks(run, writer_id, [r for r, spans in holders if intersect(spans, here)], here)
+            _refuse_forks(run, writer_id, [r for r, spans in mine if intersect(spans, here)], here)
             out += [(writer_id, first, last) for first, last in here]
     return tuple(out)
-
-
-def _held(receipt: Receipt, writer_id: str) -> Spans:
-    return merged(span for w in receipt.writers if w.writer_id == writer_id for span in held_ranges(w))
-
-
-def _twice(held: Sequence[Spans]) -> Spans:
-    seen: Spans = []
-    twice: Spans = []
-    for spans in held:
-        twice += intersect(spans, seen)
-        seen = merged(seen + spans)
-    return merged(twice)
 
 
 def _refuse_forks(run: Run, writer_id: str, holders: Sequence[Receipt], spans: Spans) -> None:

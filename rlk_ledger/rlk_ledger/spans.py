@@ -34,15 +34,31 @@ def intersect(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]])
 def subtract(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> Spans:
     """The numbers of merged list `left` that are not in merged list `right`."""
     out: Spans = []
+    j = 0
     for first, last in left:
         at = first
-        for a, b in intersect([(first, last)], right):
+        while j < len(right) and right[j][0] <= last:
+            a, b = right[j]
             if at < a:
                 out.append((at, a - 1))
-            at = b + 1
+            at = max(at, b + 1)
+            if b > last:
+                break  # it reaches into the next one
+            j += 1
         if at <= last:
             out.append((at, last))
     return out
+
+
+def repeated(held: Iterable[Sequence[tuple[int, int]]]) -> Spans:
+    """The numbers that two or more of these merged lists hold."""
+    twice: Spans = []
+    reach = -1
+    for first, last in sorted(span for spans in held for span in spans):
+        if first <= reach:
+            twice.append((first, min(last, reach)))
+        reach = max(reach, last)
+    return merged(twice)
 
 
 def total(spans: Iterable[tuple[int, int]]) -> int:

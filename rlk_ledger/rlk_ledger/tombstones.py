@@ -5,7 +5,7 @@ describes a segment as the segment's receipt does. A segment it names and that i
 a prune that was cut short, or stopped by a hold, has deleted nothing else.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -195,16 +195,20 @@ class Pruned(NamedTuple):
         return f"{what} ({self.events} events{steps}) {were} pruned by {', '.join(self.by)}{why}"
 
 
-def summary(graves: Sequence[Grave], receipts: Sequence[Receipt]) -> Pruned | None:
-    """What the pruned segments of `graves` took with them, out of all the run's receipts; None for no grave."""
+def summary(graves: Sequence[Grave], held: Mapping[str, Sequence[tuple[Receipt, Spans]]]) -> Pruned | None:
+    """What the pruned segments of `graves` took with them; None for no grave.
+
+    `held` is what `chain.holders` says of all the run's receipts.
+    """
     if not graves:
         return None
     gone = {grave.receipt.segment.name for grave in graves}
-    spans: dict[bool, dict[str, Spans]] = {True: {}, False: {}}
-    for receipt in receipts:
-        for writer in receipt.writers:
-            spans[receipt.segment.name in gone].setdefault(writer.writer_id, []).extend(held_ranges(writer))
-    lost = sum(total(subtract(merged(s), merged(spans[False].get(w, [])))) for w, s in spans[True].items())
+    lost = 0
+    for writer_id in {writer.writer_id for grave in graves for writer in grave.receipt.writers}:
+        spans: dict[bool, Spans] = {True: [], False: []}
+        for receipt, numbers in held.get(writer_id, ()):
+            spans[receipt.segment.name in gone] += numbers
+        lost += total(subtract(merged(spans[True]), merged(spans[False])))
     stated = len({(r.writer_id, r.seq) for grave in graves for r in grave.statements})
     types: dict[str, int] = {}
     for grave in graves:

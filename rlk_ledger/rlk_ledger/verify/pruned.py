@@ -5,13 +5,15 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from rlk_ledger import layout
+from rlk_ledger.chain import holders
 from rlk_ledger.holds import damaged as damaged_holds
 from rlk_ledger.holds import read_holds
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.tombstones import Grave, Graves, Tombstone, read_graves, summary
-from rlk_ledger.verify.checkpoints import Copy, Coverage
+from rlk_ledger.verify.chains import Chains
+from rlk_ledger.verify.checkpoints import Copy, Coverage, registered_by
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.fingerprints import sha256
@@ -38,6 +40,7 @@ class Vouched(NamedTuple):
     only that counts.
     """
 
+    chains: Chains
     coverage: Coverage
     copies: Sequence[Copy]
     keys: bool
@@ -52,7 +55,15 @@ class Vouched(NamedTuple):
         if self.keys or not self.copies:
             return self.coverage.covers(receipt.shipper, receipt.n)
         mark = max(copy.checkpoint.info.marks.get(receipt.shipper, -1) for copy in self.copies)
-        return receipt.n <= mark or (mark >= 0 and (receipt.shipper, receipt.n) in self.coverage.believed)
+        signed = (receipt.shipper, receipt.n) in self.chains.signed
+        return receipt.n <= mark or (signed and self.chains.keys[receipt.shipper] in self._registered)
+
+    @property
+    def _registered(self) -> frozenset[bytes]:
+        """The keys that the copies vouch for."""
+        return frozenset[bytes]().union(
+            *(registered_by(copy.checkpoint.info.marks, self.chains) for copy in self.copies)
+        )
 
 
 def check_pruned(
@@ -89,8 +100,9 @@ def _pruned(run_id: str, receipts: Sequence[Receipt], graves: Graves, absent: Co
             gone.setdefault((*key, grave.receipt.shipper), []).append(grave)
         else:
             there.setdefault(key, []).append(grave)
+    held = holders(receipts) if gone else {}
     for (_, _, shipper), found in gone.items():
-        what = summary(found, receipts)
+        what = summary(found, held)
         if what is not None:
             numbers = sorted(grave.receipt.n for grave in found)
             stay = f"receipts {numbers[0]}-{numbers[-1]} stay" if len(numbers) > 1 else f"receipt {numbers[0]} stays"

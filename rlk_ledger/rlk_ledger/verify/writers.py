@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rlk_ledger import layout
-from rlk_ledger.chain import gap_size, held_ranges
+from rlk_ledger.chain import gap_size, holders
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
-from rlk_ledger.spans import intersect, merged, subtract, total
+from rlk_ledger.spans import Spans, intersect, merged, repeated, subtract, total
 from rlk_ledger.store import FileStore, Missing, Store
 from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.finding import Finding, finding
@@ -16,8 +16,6 @@ from rlk_ledger.writer import ABOUT
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import Receipt, RunInfo
-
-_Spans = list[tuple[int, int]]
 
 
 def check_writers(
@@ -28,20 +26,20 @@ def check_writers(
     `damaged` are paths of segments that cannot be read; what they held is not searched. Of a pruned segment, the events
     that its tombstone in `graves` states are taken. Raises StoreError.
     """
-    spans: dict[str, _Spans] = {}
-    for receipt in receipts:
-        for writer in receipt.writers:
-            spans.setdefault(writer.writer_id, []).extend(held_ranges(writer))
+    held = holders(receipts)
+    named = {writer.writer_id for receipt in receipts for writer in receipt.writers}
     events = _Reader(store, run_id, receipts, frozenset(damaged), graves)
     dropped = _dropped(events)
     shippers = {receipt.shipper for receipt in receipts}
     ends = _Ends(receipts)
     findings: list[Finding] = []
-    for writer_id in sorted(spans):
-        findings += _missing(run_id, writer_id, merged(spans[writer_id]), dropped.get(writer_id, []))
-        findings += _repeated(events, run_id, receipts, writer_id)
+    for writer_id in sorted(named):
+        mine = held.get(writer_id, [])
+        numbers = merged(span for _, spans in mine for span in spans)
+        findings += _missing(run_id, writer_id, numbers, dropped.get(writer_id, []))
+        findings += _repeated(events, run_id, writer_id, mine)
         findings += ends.of(run_id, writer_id, shipper=writer_id in shippers)
-    open_ = [w for w in spans if w not in shippers and not ends.ended(w)]
+    open_ = [w for w in named if w not in shippers and not ends.ended(w)]
     return findings + list(_redeclared(events, run_id, info)) + list(_roster(events, run_id, info, bool(open_)))
 
 
@@ -83,15 +81,15 @@ class _Reader:
             return list(grave.statements) if grave is not None else []
 
 
-def _dropped(events: _Reader) -> dict[str, _Spans]:
-    out: dict[str, _Spans] = {}
+def _dropped(events: _Reader) -> dict[str, Spans]:
+    out: dict[str, Spans] = {}
     for fields in events.events("gap"):
         if gap_size(fields):
             out.setdefault(str(fields.get("writer_id")), []).append((fields["first"], fields["last"]))
     return {writer: merged(found) for writer, found in out.items()}
 
 
-def _missing(run_id: str, writer_id: str, held: _Spans, dropped: _Spans) -> Iterator[Finding]:
+def _missing(run_id: str, writer_id: str, held: Spans, dropped: Spans) -> Iterator[Finding]:
     if not held:
         return
     run = layout.run_root(run_id)
@@ -104,24 +102,15 @@ def _missing(run_id: str, writer_id: str, held: _Spans, dropped: _Spans) -> Iter
         yield finding("seqs.dropped", run, text, writer=writer_id, first=first, last=last)
 
 
-def _repeated(events: _Reader, run_id: str, receipts: Sequence[Receipt], writer_id: str) -> Iterator[Finding]:
+def _repeated(events: _Reader, run_id: str, writer_id: str, held: Sequence[tuple[Receipt, Spans]]) -> Iterator[Finding]:
     """Numbers held by two receipts: the same leaf is a duplicate, another one is a fork."""
-    seen: _Spans = []
-    holders: list[tuple[Receipt, _Spans]] = []
-    twice: _Spans = []
-    for receipt in receipts:
-        held = merged([span for w in receipt.writers if w.writer_id == writer_id for span in held_ranges(w)])
-        if held:
-            twice += intersect(held, seen)
-            seen = merged(seen + held)
-            holders.append((receipt, held))
-    twice = merged(twice)
+    twice = repeated(spans for _, spans in held)
     if not twice:
         return
     leaves: dict[int, tuple[bytes, str]] = {}
     forks = 0
-    for receipt, held in holders:
-        if not intersect(held, twice):
+    for receipt, spans in held:
+        if not intersect(spans, twice):
             continue
         path = layout.segment_path(run_id, receipt.segment.name)
         for record in events.records(receipt, None):
@@ -217,7 +206,7 @@ def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> 
         yield finding(kind, layout.run_json(run_id), text)
 
 
-def _shown(spans: _Spans) -> str:
+def _shown(spans: Spans) -> str:
     """`0, 2, 4-7`, of many ranges the first eight."""
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:8])
     return text + (f" and {total(spans[8:])} more" if len(spans) > 8 else "")
