@@ -420,6 +420,15 @@ def test_receipts_signed_by_a_registered_key_are_believed_and_others_are_named(s
     assert "receipt.uncovered" not in found(signed, "info")
 
 
+def test_a_registered_key_is_believed_in_every_chain_it_signs(signed: Maker) -> None:
+    """A job that starts again with its key is a new shipper, and nobody else can have signed what it ships."""
+    again = signed.chain(signed.signer)
+    signed.grow(again, 2)
+    (note,) = (f for f in verify(signed.store, RUN).findings if f.kind == "receipt.uncovered")
+    assert again.shipper not in note.text
+    assert verify(signed.store, RUN).checkpoints[0].signed == 3
+
+
 def test_signing_is_deterministic_and_covers_every_other_byte(signed: Maker) -> None:
     draft = [signed.a.draft([event(RUN, signed.a.shipper, 4, "weights.published", weight_version="v",
                                    digest="a:0", tensor_count=1, wall_ns=5)]) for _ in range(2)]  # fmt: skip

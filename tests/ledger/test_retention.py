@@ -532,6 +532,23 @@ def test_with_a_key_only_what_it_covers_excuses_a_segment(
     assert "prune.unvouched" in kinds(root, keys=keys), "an unsigned checkpoint covers nothing for who has the key"
 
 
+def test_against_an_older_copy_a_tombstone_signed_by_a_key_that_the_copy_covers_excuses_a_segment(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key signed receipts of the job before the copy was made; what it signs since then is its owner's word."""
+    pytest.importorskip("cryptography")
+    new_key(tmp_path / "key.pem")
+    monkeypatch.setenv("RLK_SIGNING_KEY", str(tmp_path / "key.pem"))
+    prune(open_ledger(str(root)), RUN, Policy(before_step=2))  # the first that the key signs
+    copy = make_checkpoint(open_ledger(str(root)).store, RUN)
+    prune(open_ledger(str(root)), RUN, Policy(before_step=3))
+    assert "prune.unvouched" not in kinds(root, checkpoints=[copy])
+    new_key(tmp_path / "strange.pem")
+    monkeypatch.setenv("RLK_SIGNING_KEY", str(tmp_path / "strange.pem"))
+    prune(open_ledger(str(root)), RUN, ALL)
+    assert "prune.unvouched" in kinds(root, checkpoints=[copy]), "a key that came after the copy is anybody's"
+
+
 # -- holds -------------------------------------------------------------------------------------------------------------
 
 

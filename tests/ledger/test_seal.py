@@ -263,6 +263,16 @@ def test_late_receipts_signed_by_a_registered_key_are_named_and_fine(url: str, s
     assert [f.kind for f in result.findings] == ["seal.added"]
 
 
+def test_a_new_shipper_that_signs_with_a_registered_key_is_not_late(url: str, signer: Signer) -> None:
+    ledger = made(url)
+    signed_chain(ledger, signer, life(D, "rollout", 0))
+    seal(ledger.store, RUN)
+    signed_chain(ledger, signer, life("0e" * 16, "rollout", 0))
+    result = verify(url, RUN)
+    assert result.exit_code == Exit.OK
+    assert "signed by a registered key" in next(f.text for f in result.findings if f.kind == "seal.added")
+
+
 def test_a_real_shipper_that_meets_a_seal_still_ships(url: str, new_writer) -> None:
     from rlk_ledger.service import ship_once
 

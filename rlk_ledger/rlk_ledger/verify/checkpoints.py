@@ -1,6 +1,6 @@
 """A run's checkpoints against each other, against the receipts as they were read, and against copies kept elsewhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,11 +28,13 @@ class Copy(NamedTuple):
 class Coverage(NamedTuple):
     """What the checkpoints of a run cover.
 
-    `newest` is the newest checkpoint that holds and, where keys were given, that one of them signed; `believed` are the
-    places after its marks whose receipts bear the signature of a registered key.
+    `newest` is the newest checkpoint that holds and, where keys were given, that one of them signed; `registered` are
+    the public keys that were given or that chains name whose beginning it covers; `believed` are the places after its
+    marks whose receipts bear the signature of one of these.
     """
 
     newest: Checkpoint | None
+    registered: frozenset[bytes]
     believed: frozenset[Place]
     findings: list[Finding]
     summary: Covered
@@ -220,9 +222,9 @@ class _Check:
         """What is covered by what holds, and the findings."""
         newest = self._newest()
         marks = newest.info.marks if newest is not None else {}
-        registered = {s for s, key in self.chains.keys.items() if marks.get(s, -1) >= 0 or key in self.keys}
+        registered = registered_by(marks, self.chains) | frozenset(self.keys)
         beyond = {place for place in self.chains.leaves if place[1] > marks.get(place[0], -1)}
-        believed = frozenset(p for p in beyond if p[0] in registered and p in self.chains.signed)
+        believed = frozenset(p for p in beyond if p in self.chains.signed and self.chains.keys[p[0]] in registered)
         self._say_uncovered(newest, beyond - believed)
         summary = Covered(
             run_id=self.run_id,
@@ -232,7 +234,7 @@ class _Check:
             signed=len(believed),
             uncovered=len(beyond) - len(believed),
         )
-        return Coverage(newest, believed, self.found, summary)
+        return Coverage(newest, registered, believed, self.found, summary)
 
     def _newest(self) -> Checkpoint | None:
         """The newest checkpoint that holds, of the given keys where there are any."""
@@ -263,6 +265,11 @@ class _Check:
         after = f"came after checkpoint {newest.k}" if newest is not None else "are covered by no checkpoint"
         text = f"{of}, {after} and bear no registered signature; `rlk-ledger checkpoint {self.run_id}` covers them"
         self._say("receipt.uncovered", layout.run_root(self.run_id), text)
+
+
+def registered_by(marks: Mapping[str, int], chains: Chains) -> frozenset[bytes]:
+    """The public keys that the first receipts name which are covered up to `marks`, the last n by shipper."""
+    return frozenset(key for shipper, key in chains.keys.items() if marks.get(shipper, -1) >= 0)
 
 
 def _signed_by(checkpoint: Checkpoint, public_key: bytes) -> bool:

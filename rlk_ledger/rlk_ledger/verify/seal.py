@@ -9,7 +9,7 @@ from rlk_ledger.seals import Census, covered, openings, sealed_checkpoint, take_
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.tombstones import TYPE
 from rlk_ledger.verify.chains import Chains
-from rlk_ledger.verify.checkpoints import Coverage
+from rlk_ledger.verify.checkpoints import Coverage, registered_by
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.checkpoints import Checkpoint
 from rlk_ledger_schemas.errors import FormatError, LedgerError
@@ -49,7 +49,7 @@ def check_seal(
     if checkpoint is None:
         return found
     found += _check_census(store, run_id, path, seal, chains, checkpoint)
-    return found + list(_check_late(run_id, seal, chains, checkpoint, coverage, keys))
+    return found + list(_check_late(run_id, seal, chains, checkpoint, coverage))
 
 
 def _check_signature(path: str, seal: Seal, keys: Sequence[bytes]) -> Iterator[Finding]:
@@ -112,23 +112,21 @@ def _check_unfinished(path: str, seal: Seal, receipts: Sequence[Receipt]) -> Ite
 
 
 def _check_late(
-    run_id: str, seal: Seal, chains: Chains, checkpoint: Checkpoint, coverage: Coverage, keys: Sequence[bytes]
+    run_id: str, seal: Seal, chains: Chains, checkpoint: Checkpoint, coverage: Coverage
 ) -> Iterator[Finding]:
     """Receipts that came after the seal: expected, by a registered key, or of nobody the seal knows."""
     sealed = checkpoint.info.marks
-    marks = coverage.newest.info.marks if coverage.newest is not None else sealed
+    registered = coverage.registered | (registered_by(sealed, chains) if coverage.newest is None else frozenset())
     for receipt in chains.receipts:
         if receipt.n <= sealed.get(receipt.shipper, -1):
             continue
         path = layout.receipt_path(run_id, receipt.shipper, receipt.n)
-        key = chains.keys.get(receipt.shipper)
-        registered = key is not None and (receipt.shipper in marks or key in keys)
         strangers = _strangers(receipt, seal)
         if not strangers:
             yield finding("seal.added", path, "it came after the seal, of writers that were open then")
         elif TYPE in (types := {t.type for t in receipt.types}) and types <= _TOMBSTONE:
             yield finding("seal.added", path, "it came after the seal, and holds a tombstone")
-        elif registered and (receipt.shipper, receipt.n) in chains.signed:
+        elif (receipt.shipper, receipt.n) in chains.signed and chains.keys[receipt.shipper] in registered:
             yield finding("seal.added", path, "it came after the seal, signed by a registered key")
         else:
             text = f"it came after the seal, unsigned, of {len(strangers)} writers the seal does not know as open"
