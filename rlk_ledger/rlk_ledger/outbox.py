@@ -2,10 +2,15 @@
 
 Ownership: `pending` and `endings` belong to the thread that scans; a `Batch` belongs to whoever ships it; `committed`
 changes inside `ship` only, which one thread runs at a time.
+
+Memory: an event is held once. As a record while it waits and while its segment is made; then as the frozen draft, from
+which the records are read again in the rare case that another draft is needed. One segment is made at a time in a
+process, and `room` counts what all its outboxes hold.
 """
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +20,8 @@ from rlk_ledger.chain import Chain, Draft, Ending, Forked, Uprooted, held_ranges
 from rlk_ledger.checkpointing import Checkpointer, period
 from rlk_ledger.contact import Contact, meet, overwrites
 from rlk_ledger.ledger import Run
-from rlk_ledger.records import Record
-from rlk_ledger.segments import SEGMENT_BYTES
+from rlk_ledger.records import Record, weight
+from rlk_ledger.segments import SEGMENT_BYTES, read_records
 from rlk_ledger.signing import shipper_signer
 from rlk_ledger.spans import merged
 from rlk_ledger.store import Store, open_store
@@ -30,13 +35,20 @@ ROLL_S = 600.0
 """Seconds after which waiting events leave although they do not fill a segment."""
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 60.0
+_SMALLEST_SHARE = 64  # an outbox among many still takes this part of a segment
+_COPIES = 2  # a draft that is put is also read back
+_composing = threading.Lock()
 
 
 class Batch(NamedTuple):
-    """Events that leave together, and the writers found dead by the time their last event left."""
+    """Events that leave together, and the writers found dead by the time their last event left.
+
+    `weight` is what they take in memory. There are no records while a draft holds the events.
+    """
 
     records: list[Record]
     endings: dict[str, Ending]
+    weight: int = 0
 
 
 class Outbox:
@@ -46,7 +58,9 @@ class Outbox:
         self.url = url or header.ledger_url
         self.run_id = header.run_id
         self.pending: list[Record] = []
-        self.pending_bytes = 0
+        self.pending_bytes = 0  # by `weight`
+        self.sharers = 1  # outboxes of this process that have events, this one included
+        self.crowded = False  # nothing more is read before something leaves
         self.endings: dict[str, Ending] = {}
         self.committed: dict[str, list[tuple[int, int]]] = {}
         self.stated: set[str] = set()
@@ -74,9 +88,29 @@ class Outbox:
         self.pending += records
         self.pending_bytes += size
 
-    def room(self) -> int:
-        """Payload bytes this outbox still takes: a bucket that does not answer must not fill the memory."""
-        return max(0, SEGMENT_BYTES - self.pending_bytes)
+    def room(self, elsewhere: int = 0) -> int:
+        """Bytes (by `weight`) of events this outbox takes now, while others of its process hold `elsewhere` bytes.
+
+        A bucket that does not answer must not fill the memory, nor the share of another run.
+        """
+        share = SEGMENT_BYTES // min(self.sharers, _SMALLEST_SHARE)
+        free = SEGMENT_BYTES * 3 // 2 - self.held() - elsewhere
+        return max(0, SEGMENT_BYTES // _SMALLEST_SHARE - self.pending_bytes, min(share - self.pending_bytes, free))
+
+    def held(self) -> int:
+        """Bytes of memory that what waits and what is in flight take."""
+        batch, draft = self.inflight, self._draft
+        frozen = 0 if draft is None else _COPIES * len(draft.segment)
+        return self.pending_bytes + frozen + (batch.weight if batch is not None else 0)
+
+    def waiting(self, writer_id: str) -> int:
+        """Events of a writer that were read and are not committed."""
+        batch, draft = self.inflight, self._draft
+        count = sum(r.writer_id == writer_id for r in [*self.pending, *(batch.records if batch is not None else ())])
+        if batch is None or draft is None:
+            return count
+        spans = [span for w in draft.receipt.writers if w.writer_id == writer_id for span in held_ranges(w)]
+        return count + sum(last - first + 1 for first, last in spans)
 
     def due(self, flush: bool) -> bool:
         """Whether something should leave now."""
@@ -84,7 +118,7 @@ class Outbox:
             return True
         waiting = bool(self.pending or self.endings)
         old = bool(self.pending) and time.monotonic() - self._since >= ROLL_S
-        return waiting and (flush or old or bool(self.endings) or self.pending_bytes >= SEGMENT_BYTES)
+        return waiting and (flush or old or self.crowded or bool(self.endings) or self.pending_bytes >= SEGMENT_BYTES)
 
     def take(self) -> None:
         """Moves the next segment's worth of events into `inflight`, unless something is in flight already."""
@@ -92,15 +126,15 @@ class Outbox:
             return
         size = count = 0
         for record in self.pending:
-            weight = len(record.envelope) + sum([len(a.data) for a in record.arrays.values()])
-            if count and size + weight > SEGMENT_BYTES:
+            more = weight(record)
+            if count and size + more > SEGMENT_BYTES:
                 break
-            size, count = size + weight, count + 1
+            size, count = size + more, count + 1
         batch, self.pending = self.pending[:count], self.pending[count:]
         self.pending_bytes = self.pending_bytes - size if self.pending else 0
         endings = {} if self.pending else self.endings
         self.endings = self.endings if self.pending else {}
-        self.inflight = Batch(batch, endings)
+        self.inflight = Batch(batch, endings, size)
 
     def committed_up_to(self, writer_id: str) -> int:
         """The last committed number of a writer, -1 before the first."""
@@ -138,31 +172,41 @@ class Outbox:
 
     def forget(self) -> None:
         """Drops what receipts said: another shipper may have written since, so the next `ship` reads them again."""
-        self.chain, self._draft = None, None
+        self._thaw()
+        self.chain = None
 
     def _ship(self) -> None:
-        batch = self.inflight
-        if batch is None:
+        if self.inflight is None:
             return
-        chain = self.chain or self._connect(batch)
+        chain = self.chain or self._connect(self.inflight)
         for _ in range(8):
-            self._draft = self._draft or self._compose(chain, batch)
-            if self._draft is None:
+            draft = self._draft or self._compose(chain)
+            if draft is None:
                 break
             try:
-                receipt = chain.publish(self._draft)
+                receipt = chain.publish(draft)
             except Forked:
-                self._replaces, self._said, self._draft = chain.renew(), 0, None
+                self._thaw()
+                self._replaces, self._said = chain.renew(), 0
                 continue
             except Uprooted:
                 self.forget()
-                chain = self._connect(batch)
+                chain = self._connect(self.inflight)
                 continue
             self._commit(receipt)
             break
         else:
             raise StoreError(f"{self.url}: eight shipper identities of run {self.run_id!r} in a row were taken.")
         self.inflight, self._draft = None, None
+
+    def _thaw(self) -> None:
+        """Gives the batch in flight the records of its draft, so that another draft can be made of them."""
+        batch, draft = self.inflight, self._draft
+        if batch is None or draft is None:
+            return
+        records = [r for r in read_records(draft.segment) if r.writer_id != draft.receipt.shipper]
+        self.inflight = batch._replace(records=records, weight=sum(map(weight, records)))
+        self._draft = None
 
     def _connect(self, batch: Batch) -> Chain:
         store = self._open(self.url)
@@ -182,7 +226,10 @@ class Outbox:
         self.checkpoints = Checkpointer(self.run_id, period())  # what an earlier one knew may be of a removed ledger
         self.checkpoints.adopt(receipts.marks, {writer_id: self.committed_up_to(writer_id) for writer_id in held})
 
-    def _compose(self, chain: Chain, batch: Batch) -> Draft | None:
+    def _compose(self, chain: Chain) -> Draft | None:
+        """Freezes the batch in flight as a draft, which holds its events from then on; None when all are committed."""
+        batch = self.inflight
+        assert batch is not None
         records = []
         for record in batch.records:
             if self._has(record.writer_id, record.seq):
@@ -191,7 +238,12 @@ class Outbox:
                 records.append(record)
         endings = {w: e for w, e in batch.endings.items() if w not in self.stated}
         records += self._statements(chain, endings)
-        return chain.draft(records, endings) if records else None
+        if not records:
+            return None
+        with _composing:
+            self._draft = chain.draft(records, endings)
+        self.inflight = batch._replace(records=[], weight=0)
+        return self._draft
 
     def _has(self, writer_id: str, seq: int) -> bool:
         return any(first <= seq <= last for first, last in self.committed.get(writer_id, ()))

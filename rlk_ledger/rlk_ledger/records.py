@@ -6,7 +6,9 @@ this version does not know add columns of their own. `ARRAYS_KEY` of the schema 
 (name, dtype). Array bytes go from the event into Arrow buffers and back without becoming Python numbers.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +25,8 @@ ARRAYS_KEY = b"rlk_ledger.arrays"
 FORMAT_KEY = b"rlk_ledger.format"
 LIMIT = 2**53
 """Numbers that receipts repeat stay below this: JSON readers would round larger ones."""
+EVENT_BYTES = 1024
+"""What an event takes in a shipper's memory beside its payload, as objects and as a row on its way into a segment."""
 
 # Arrow type that holds a wire dtype's bits; bool is a byte an item and bfloat16 is its uint16 bits.
 _ARROW = {name: pa.type_for_alias(name) for name in ITEMSIZE if name not in ("bool", "bfloat16")}
@@ -40,6 +44,9 @@ PROJECTIONS: dict[str, Promoted] = {
     **{name: Promoted(kind, (name,)) for name, kind in FIXED.items() if kind != "binary"},
     **PROMOTED,
 }
+_Projected = msgspec.defstruct(
+    "_Projected", [(name, Any, None) for name in sorted({c.path[0] for c in PROJECTIONS.values()})], gc=False
+)
 _PYTHON: dict[str, type] = {"string": str, "int64": int, "int32": int, "float64": float}
 _INT32 = 2**31
 _LIMITS = {"int32": _INT32, "int64": 2**63}
@@ -62,6 +69,7 @@ class _Key(msgspec.Struct):
 
 
 _decode_key = msgspec.msgpack.Decoder(_Key).decode
+_decode_projected = msgspec.msgpack.Decoder(_Projected).decode
 
 
 def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
@@ -76,7 +84,12 @@ def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
         writer, seq = fields.get("writer_id"), fields.get("seq")
         if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
             raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
-    return Record(writer, seq, envelope, arrays, leaf_hash(envelope, arrays))
+    return Record(sys.intern(writer), seq, envelope, arrays, leaf_hash(envelope, arrays))
+
+
+def weight(record: Record) -> int:
+    """Bytes an event takes in memory while it waits and while its segment is made, EVENT_BYTES included."""
+    return len(record.envelope) + sum([len(a.data) for a in record.arrays.values()]) + EVENT_BYTES
 
 
 def list_type(dtype: str) -> pa.DataType:
@@ -93,21 +106,33 @@ REGISTERED = _registered_arrays()
 """Column -> (array name, dtype) of every array an event type of this version can have."""
 
 
+def projected(envelope: bytes) -> Any:
+    """What columns are computed from, as attributes: `type`, `step`, `sample_id` and so on, None where absent.
+
+    The rest of the envelope is passed over, which is most of the cost of decoding one. Raises FormatError.
+    """
+    try:
+        found = _decode_projected(envelope)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        found = None
+    if found is None or type(found.type) is not str:  # rare, and read in full to say why or to be lenient as it is
+        fields = decode_envelope(envelope)
+        found = _Projected(**{name: fields.get(name) for name in _Projected.__struct_fields__})
+    return found
+
+
 def build_table(
-    records: Sequence[Record],
-    decoded: Sequence[dict[str, Any]] | None = None,
-    names: dict[str, tuple[str, str]] | None = None,
+    records: Sequence[Record], decoded: Sequence[Any] | None = None, names: dict[str, tuple[str, str]] | None = None
 ) -> pa.Table:
     """The table of `records`, rows in the order given. Raises FormatError for an envelope that does not decode.
 
-    `decoded` holds the envelopes' fields where the caller has them already. `names` are the array columns, as
+    `decoded` holds what `projected` says of each where the caller has it. `names` are the array columns, as
     `array_names` gives them, where they are not those of this version; they must hold every array of `records`.
     """
-    fields = decoded if decoded is not None else [decode_envelope(r.envelope) for r in records]
-    columns = _projections(fields)
+    columns = _projections(decoded if decoded is not None else [projected(r.envelope) for r in records])
     columns["body"] = pa.array([r.envelope for r in records], pa.binary())
     columns["leaf"] = pa.array([r.leaf for r in records], pa.binary())
-    names = _array_names(records) if names is None else names
+    names = names_of(records) if names is None else names
     for column, cells in _cells(records, names).items():
         columns[column] = _list_array(len(records), cells, names[column][1])
     order = [*FIXED, *PROMOTED, *names]
@@ -116,33 +141,36 @@ def build_table(
     return pa.Table.from_arrays([columns[name] for name in order], schema=schema)
 
 
-def _projections(decoded: Sequence[dict[str, Any]]) -> dict[str, pa.Array]:
-    there = set[str]().union(*decoded)
+def _projections(decoded: Sequence[Any]) -> dict[str, pa.Array]:
     out = {}
     for name, column in PROJECTIONS.items():
-        values = _projection(column, decoded) if column.path[0] in there else None
+        values = list(map(attrgetter(column.path[0]), decoded))
+        kinds = {*map(type, values)}
         kind = _PLAIN[column.type]
-        out[name] = pa.nulls(len(decoded), kind) if values is None else pa.array(values, kind)
+        if kinds == {type(None)}:
+            out[name] = pa.nulls(len(values), kind)
+        else:
+            out[name] = pa.array(_projection(column, values, kinds), kind)
     return out
 
 
-def _projection(column: Promoted, decoded: Sequence[dict[str, Any]]) -> list[Any]:
+def _projection(column: Promoted, values: list[Any], kinds: set[type]) -> list[Any]:
     """One column. Most hold one plain type and are taken as they are, the others value by value as `project` says."""
-    values = [fields.get(column.path[0]) for fields in decoded]
-    if len(column.path) == 1 and {*map(type, values)} <= {_PYTHON[column.type], type(None)}:
+    key = column.path[0]
+    if len(column.path) == 1 and kinds <= {_PYTHON[column.type], type(None)}:
         limit = _LIMITS.get(column.type, 0)
         known = [value for value in values if value is not None] if limit else []
         if not known or (min(known) > -limit and max(known) < limit):
             return values
-    return [_bounded(project(fields, column), column.type) for fields in decoded]
+    return [_bounded(project({key: value}, column), column.type) for value in values]
 
 
 def _bounded(value: Any, kind: str) -> Any:
     return None if kind == "int32" and value is not None and abs(value) >= _INT32 else value
 
 
-def _array_names(records: Iterable[Record]) -> dict[str, tuple[str, str]]:
-    """Column -> (array name, dtype): the registered ones first, then what `records` have beyond them, sorted."""
+def names_of(records: Iterable[Record]) -> dict[str, tuple[str, str]]:
+    """Array column -> (array name, dtype): the registered ones first, then what `records` have beyond them, sorted."""
     extra = {(name, a.dtype) for r in records for name, a in r.arrays.items()} - set(REGISTERED.values())
     names = dict(REGISTERED)
     for name, dtype in sorted(extra):

@@ -187,9 +187,7 @@ def _report(shipper: Shipper, writer: WriterSpool) -> Recovered:
     assert header is not None
     outbox = shipper.outboxes[header.ledger_url, header.run_id]
     known = outbox.known.get(writer.writer_id, 0)
-    held = sum(r.writer_id == writer.writer_id for r in outbox.pending)
-    if outbox.inflight is not None:
-        held += sum(r.writer_id == writer.writer_id for r in outbox.inflight.records)
+    held = outbox.waiting(writer.writer_id)
     unread = examine(writer.directory, after=writer.read_seq).waiting if outbox.error else 0
     return Recovered(
         writer_id=writer.writer_id,

@@ -6,6 +6,7 @@ page checksums. The content root is the RFC 6962 root over the leaves in (writer
 depend on how the rows lie in the file.
 """
 
+import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlk_ledger.records import LIMIT, PROJECTIONS, Record, array_names, build_table, rows
+from rlk_ledger.records import LIMIT, PROJECTIONS, Record, build_table, names_of, projected, rows
 from rlk_ledger_schemas import merkle
-from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.columns import PROMOTED, project
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import TypeCount
@@ -49,25 +49,30 @@ class _Row(NamedTuple):
     writer_id: str
     seq: int
     record: Record
-    fields: dict[str, Any]
+    fields: Any
 
 
 def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] | None = None) -> Segment:
     """The segment of `records` (any order, no (writer, seq) twice), with the array columns `names` of `build_table`.
 
-    Raises FormatError.
+    Only one row group at a time exists as a table. Raises FormatError.
     """
     clustered = sorted((_clustered(r) for r in records), key=lambda row: row[:4])
-    ordered = [row.record for row in clustered]
     groups = list(_groups(clustered))
-    table = build_table(ordered, [row.fields for row in clustered], names)
-    table = table.replace_schema_metadata({**table.schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, table.schema, **_options(table)) as writer:
+    names = names_of(row.record for row in clustered) if names is None else names
+    sink = io.BytesIO()
+    schema = _table([], names).schema
+    schema = schema.with_metadata({**schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
+    with pq.ParquetWriter(sink, schema, **_options(names)) as writer:
         for start, end in groups:
-            writer.write_table(table.slice(start, end - start), row_group_size=end - start)
-    data = sink.getvalue().to_pybytes()
-    return Segment(data, content_root(ordered), _counts(clustered), len(ordered), _samples(clustered))
+            table = _table(clustered[start:end], names).replace_schema_metadata(schema.metadata)
+            writer.write_table(table, row_group_size=end - start)
+    root = content_root([row.record for row in clustered])
+    return Segment(sink.getvalue(), root, _counts(clustered), len(clustered), _samples(clustered))
+
+
+def _table(clustered: Sequence[_Row], names: dict[str, tuple[str, str]]) -> pa.Table:
+    return build_table([row.record for row in clustered], [row.fields for row in clustered], names)
 
 
 def read_segment(source: Source, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
@@ -108,15 +113,17 @@ def samples_of(records: Iterable[Record]) -> str | None:
 
 
 def _samples(clustered: Sequence[_Row]) -> str | None:
-    ids = {project(row.fields, PROMOTED["sample_id"]) for row in clustered if row.fields.get("sample_id") is not None}
+    named = [row.fields.sample_id for row in clustered if row.fields.sample_id is not None]
+    plain = {*map(type, named)} <= {str}
+    ids = set(named if plain else [project({"sample_id": name}, PROMOTED["sample_id"]) for name in named])
     return None if None in ids else encode_samples(ids)  # an id that is no text has no print
 
 
 def _clustered(record: Record) -> _Row:
-    fields = decode_envelope(record.envelope)
-    step = fields.get("step")
+    fields = projected(record.envelope)
+    step = fields.step
     known = step if type(step) is int and 0 <= step < LIMIT else -1
-    return _Row(fields["type"], known, record.writer_id, record.seq, record, fields)
+    return _Row(fields.type, known, record.writer_id, record.seq, record, fields)
 
 
 def _size(record: Record) -> int:
@@ -164,8 +171,7 @@ def _counts(clustered: Sequence[_Row]) -> tuple[TypeCount, ...]:
     return tuple(out)
 
 
-def _options(table: pa.Table) -> dict[str, object]:
-    names = array_names(table)
+def _options(names: dict[str, tuple[str, str]]) -> dict[str, object]:
     floats = {f"{column}.list.element" for column, (_, dtype) in names.items() if dtype in _FLOATS}
     coded = [f"{column}.list.element" for column in names if f"{column}.list.element" not in floats]
     return {

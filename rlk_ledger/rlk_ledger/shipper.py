@@ -85,18 +85,32 @@ class Shipper:
         """Moves what the spools hold into the outboxes; notes writers that ended."""
         self.find_writers()
         busy = False
+        total = self._share_out()
         for writer_id, writer in self.writers.items():
             writer.look()
             outbox = self._outbox(writer)
-            if outbox is None or outbox.room() == 0 or (self._only is not None and not self._only(writer)):
+            if outbox is None or (self._only is not None and not self._only(writer)):
                 continue
-            records, size = writer.poll(outbox.room())
+            room = outbox.room(total - outbox.held())
+            if room == 0:
+                outbox.crowded = outbox.inflight is None
+                continue
+            records, size = writer.poll(room)
             if records:
                 busy = True
                 self._read_at[writer_id] = time.monotonic()
                 outbox.add(records, size)
+                total += size
             self._note_ending(writer, outbox)
         return busy
+
+    def _share_out(self) -> int:
+        """Tells each outbox how many share the memory; returns the bytes that all hold."""
+        busy = sum(bool(outbox.pending or outbox.inflight) for outbox in self.outboxes.values())
+        for outbox in self.outboxes.values():
+            outbox.sharers = busy if outbox.pending or outbox.inflight else busy + 1
+            outbox.crowded = False
+        return sum(outbox.held() for outbox in self.outboxes.values())
 
     def find_writers(self) -> None:
         """Notes the writers' directories that are new since the last look."""
@@ -288,7 +302,8 @@ class Shipper:
         """Whether shipments are under way or much waits for one: the next cycle should not."""
         if self._futures or self._covering:
             return True
-        return any(2 * o.pending_bytes >= SEGMENT_BYTES and not o.failures for o in self.outboxes.values())
+        much = [o for o in self.outboxes.values() if o.crowded or 2 * o.pending_bytes >= SEGMENT_BYTES]
+        return any(not outbox.failures for outbox in much)
 
     def asked(self) -> bool:
         """Whether a writer asked for something since this was asked last; one look at a file a writer."""

@@ -12,7 +12,7 @@ import os
 import struct
 from pathlib import Path
 
-from rlk_ledger.records import Record, make_record
+from rlk_ledger.records import EVENT_BYTES, Record, make_record
 from rlk_ledger_schemas.codec import decode_envelope, decode_payload
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.frame import FRAME_HEAD, SpoolHeader, crc_seed, decode_header, frame_size, read_frame, unwritten
@@ -83,6 +83,10 @@ class SpoolFile:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length and self.offset + length <= os.fstat(self.fd).st_size:
                 self._buffer = os.pread(self.fd, max(_CHUNK, frame_size(length)), self.offset)
+
+    def let_go(self) -> None:
+        """Gives back the memory of what was read ahead."""
+        self._buffer = b""
 
     def bytes_left(self) -> int:
         """Bytes after the last valid frame up to the last one that is not zero."""
@@ -167,7 +171,7 @@ class WriterSpool:
         self._find_files()
 
     def poll(self, room: int) -> tuple[list[Record], int]:
-        """The records that can be read now, until about `room` bytes of payload; and their bytes."""
+        """The records that can be read now, until about `room` bytes; and their bytes, by `records.weight`."""
         out: list[Record] = []
         used = 0
         self.unreadable = False
@@ -287,7 +291,7 @@ class WriterSpool:
             return 0
         used = 0
         while used < room and (payload := self._next(file)) is not None:
-            used += len(payload)
+            used += len(payload) + EVENT_BYTES
             file.unsynced = True
             try:
                 record = make_record(*decode_payload(payload))
@@ -301,6 +305,7 @@ class WriterSpool:
             file.last_seq = self.read_seq = record.seq
             if b"writer.closed" in record.envelope and decode_envelope(record.envelope)["type"] == "writer.closed":
                 self.closed = True
+        file.let_go()
         return used
 
     def _read_losses(self, file: SpoolFile, out: list[Record]) -> bool:
