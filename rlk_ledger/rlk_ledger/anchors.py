@@ -48,18 +48,18 @@ def anchor(store: Store, run_id: str, url: str) -> Anchored:
     Raises UsageError when `url` lies inside the ledger, Conflict when the anchor knows another history or a later one
     than the ledger still has, LedgerError without a checkpoint or when the ledger's are damaged, StoreError.
     """
-    check_apart(store, url)
+    to = open_store(url)
+    _check_apart(store, to)
     newest = latest(store, check_run_id(run_id))
     if newest is None:
         raise LedgerError(f"run {run_id!r} has no checkpoint; `rlk-ledger checkpoint {run_id}` makes one.")
-    to = open_store(url)
-    known = [note for note in read_anchor(url, newest.info.ledger_id, run_id) if note.checkpoint is not None]
-    if known:
-        _check_follows(store, run_id, known[-1], newest)
+    known = _newest_note(to, newest.info.ledger_id, run_id)
+    if known is not None:
+        _check_follows(store, run_id, known, newest)
     else:
         read_checkpoints(store, run_id)  # what is anchored first has to be whole
     path = f"{newest.info.ledger_id}/{run_id}/{newest.k:08d}"
-    if known and known[-1].k == newest.k:
+    if known is not None and known.k == newest.k:
         return Anchored(to.locate(path), newest, False)
     try:
         to.create(path, newest.data)
@@ -116,30 +116,36 @@ def _at(store: Store, run_id: str, k: int, where: str) -> Checkpoint:
 def read_anchor(url: str, ledger_id: str, run_id: str | None = None) -> list[Note]:
     """Every note anchored at `url` for a ledger (for one of its runs, when given), by run and number."""
     store = open_store(url)
-    out = []
-    for entry in store.list(ledger_id if run_id is None else f"{ledger_id}/{run_id}"):
-        run, _, name = entry.path.removeprefix(f"{ledger_id}/").partition("/")
-        where = store.locate(entry.path)
-        if not _NOTE.fullmatch(name):
-            out.append(Note(where, run, -1, None, "it is no checkpoint's name"))
-            continue
-        try:
-            found = decode_checkpoint(store.read(entry.path), where)
-        except FormatError as error:
-            out.append(Note(where, run, int(name), None, str(error)))
-            continue
-        if (found.info.ledger_id, found.info.run_id, found.k) != (ledger_id, run, int(name)):
-            out.append(Note(where, run, int(name), None, f"it is checkpoint {found.k} of {found.origin}"))
-        else:
-            out.append(Note(where, run, found.k, found, None))
-    return sorted(out, key=lambda note: (note.run_id, note.k))
+    found = store.list(ledger_id if run_id is None else f"{ledger_id}/{run_id}")
+    return sorted((_note(store, ledger_id, entry.path) for entry in found), key=lambda note: (note.run_id, note.k))
 
 
-def check_apart(store: Store, url: str) -> None:
-    """Raises UsageError when `url` is the ledger or lies inside it: who can write the one can write the other."""
-    here, there = _place(store), _place(open_store(url))
+def _newest_note(store: Store, ledger_id: str, run_id: str) -> Note | None:
+    """The newest intact note of a run, found by name: a run anchored every few minutes has thousands of older ones."""
+    paths = sorted((entry.path for entry in store.list(f"{ledger_id}/{run_id}")), key=lambda path: (len(path), path))
+    notes = (_note(store, ledger_id, path) for path in reversed(paths))
+    return next((note for note in notes if note.checkpoint is not None), None)
+
+
+def _note(store: Store, ledger_id: str, path: str) -> Note:
+    run, _, name = path.removeprefix(f"{ledger_id}/").partition("/")
+    where = store.locate(path)
+    if not _NOTE.fullmatch(name):
+        return Note(where, run, -1, None, "it is no checkpoint's name")
+    try:
+        found = decode_checkpoint(store.read(path), where)
+    except FormatError as error:
+        return Note(where, run, int(name), None, str(error))
+    if (found.info.ledger_id, found.info.run_id, found.k) != (ledger_id, run, int(name)):
+        return Note(where, run, int(name), None, f"it is checkpoint {found.k} of {found.origin}")
+    return Note(where, run, found.k, found, None)
+
+
+def _check_apart(store: Store, to: Store) -> None:
+    """Raises UsageError when `to` is the ledger or lies inside it: who can write the one can write the other."""
+    here, there = _place(store), _place(to)
     if there == here or there.startswith(here.rstrip("/") + "/"):
-        raise UsageError(f"{url} lies inside the ledger {store.url}; an anchor belongs where others can write.")
+        raise UsageError(f"{to.url} lies inside the ledger {store.url}; an anchor belongs where others can write.")
 
 
 def _place(store: Store) -> str:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rlk_ledger import checkpoints, cli, layout, signing
-from rlk_ledger.anchors import anchor
+from rlk_ledger.anchors import Conflict, anchor
 from rlk_ledger.build import event
 from rlk_ledger.chain import Chain, new_shipper
 from rlk_ledger.contact import meet
@@ -338,6 +338,29 @@ def test_anchored_checkpoints_show_what_was_rolled_back(maker: Maker, tmp_path: 
     shutil.rmtree(maker.root / "runs" / RUN)
     kinds = {f.kind for f in verify(maker.store, anchor=to).findings}
     assert {"checkpoint.missing", "receipt.missing"} <= kinds, "a run that is gone whole is named by its anchor"
+
+
+def test_anchoring_reads_the_newest_note_only(maker: Maker, tmp_path: Path, monkeypatch) -> None:
+    to = tmp_path / "anchor"
+    for _ in range(4):
+        anchor(maker.store, RUN, str(to))
+        maker.grow(maker.a)
+        maker.cover()
+    read: list[str] = []
+    before = FileStore.read
+
+    def noted(store: FileStore, path: str) -> bytes:
+        read.extend([path] if store.root == to else [])
+        return before(store, path)
+
+    monkeypatch.setattr(FileStore, "read", noted)
+    done = anchor(maker.store, RUN, str(to))
+    folder = f"{maker.contact.ledger.ledger_id}/{RUN}"
+    last = done.checkpoint.k
+    assert read == [f"{folder}/{last - 1:08d}", f"{folder}/{last:08d}"], "the one before, and what was written"
+    (to / folder / f"{last:08d}").write_bytes(b"junk")
+    with pytest.raises(Conflict):
+        anchor(maker.store, RUN, str(to))
 
 
 def test_an_anchor_without_the_run_or_with_something_else_is_a_gap(maker: Maker, tmp_path: Path) -> None:
