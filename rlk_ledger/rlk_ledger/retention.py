@@ -76,13 +76,15 @@ class Policy(NamedTuple):
 class Pruning(NamedTuple):
     """What one prune did, or would do: segments chosen, of these those named by an earlier tombstone, and deleted.
 
-    `kept` says of how many segments outside the choice each thing holds.
+    `stated` of the events stay as statements in the tombstone; `kept` says of how many segments outside the choice each
+    thing holds.
     """
 
     run_id: str
     segments: int
     bytes: int
     events: int
+    stated: int
     unfinished: int
     deleted: int
     kept: dict[str, int]
@@ -117,7 +119,8 @@ def prune(
     repeated = _compare(run, found)
     fresh = [one for one in found if not _named_already(run, one)]
     size, events = (sum(getattr(one.receipt.segment, name) for one in found) for name in ("bytes", "rows"))
-    result = Pruning(run_id, len(found), size, events, len(found) - len(fresh), 0, kept, dry_run)
+    stated = sum(len(one.entry.statements) for one in found)
+    result = Pruning(run_id, len(found), size, events, stated, len(found) - len(fresh), 0, kept, dry_run)
     if dry_run or not found:
         return result
     if fresh:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -131,6 +132,19 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(root: Path) -> None:
     would = prune(open_ledger(str(root)), RUN, ALL, dry_run=True)
     assert (would.segments, would.deleted) == (len(segments(root)), 0)
     assert sorted(p for p in root.rglob("*")) == before
+
+
+def test_prune_and_verify_count_what_is_gone_alike(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some rows of pruned segments stay as statements; verify says how many segments it could not look at."""
+    there = segments(root)
+    done = prune(open_ledger(str(root)), RUN, Policy(before_step=3))
+    gone = len(there - segments(root))
+    texts = [f.text for f in verify(str(root)).findings if f.kind == "segment.pruned"]
+    assert done.stated > 0
+    assert sum(int(re.search(r"\((\d+) events", text)[1]) for text in texts) == done.events - done.stated
+    assert done.deleted == verify(str(root)).pruned == gone
+    assert cli.main(["verify", "--ledger", str(root)]) == 3
+    assert f"segments ({gone} of them pruned)," in capsys.readouterr().out
 
 
 def test_readers_go_on_with_what_is_left_and_say_what_is_not(root: Path) -> None:

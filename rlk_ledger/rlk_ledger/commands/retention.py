@@ -140,7 +140,8 @@ def _said(done: "Pruning") -> str:
     if not done.segments:
         return f"run {done.run_id}: the policy lets no segment go.{stay}"
     what = "1 segment" if done.segments == 1 else f"{done.segments} segments"
-    size = f"{what} ({done.events} events, {terminal.size_text(done.bytes)})"
+    stated = f", {done.stated} of them kept in the tombstone" if done.stated else ""
+    size = f"{what} ({done.events} events{stated}, {terminal.size_text(done.bytes)})"
     if done.dry_run:
         return f"run {done.run_id}: {size} would be pruned; nothing was written or deleted.{stay}"
     before = f" {done.unfinished} had been named by an earlier tombstone." if done.unfinished else ""

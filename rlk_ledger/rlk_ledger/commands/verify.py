@@ -53,8 +53,10 @@ def verify(
             _say_alike(like[0], list(items))
         style = {"intact": "bold green", "tampered": "bold red", "incomplete": "bold yellow"}[result.verdict]
         what = "every event and column" if deep else "every receipt and file"
+        segments = _count(result.segments, "segment")
+        segments += f" ({result.pruned} of them pruned)" if result.pruned else ""
         terminal.say(
-            f"{result.verdict}: checked {what} of {_count(result.runs, 'run')}, {_count(result.segments, 'segment')}, "
+            f"{result.verdict}: checked {what} of {_count(result.runs, 'run')}, {segments}, "
             f"{_count(result.events, 'event')}, {terminal.size_text(result.bytes)}",
             style,
         )

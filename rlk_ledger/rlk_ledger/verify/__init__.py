@@ -63,6 +63,7 @@ def verify(
     runs = [run_id] if run_id is not None else sorted(everywhere)
     receipts: list[Receipt] = []
     covered: list[Covered] = []
+    pruned = 0
     chains = [(run, check_chains(store, run, info, ledger_bytes)) for run in runs]
     size = sum(receipt.segment.bytes for _, chain in chains for receipt in chain.receipts)
     done = _Counter(size, progress)
@@ -72,6 +73,7 @@ def verify(
         covered.append(coverage.summary)
         graves = graves_of(store, run, chain.receipts)
         damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
+        pruned += len(absent)
         findings += check_promise(chain.info, layout.run_json(run))
         findings += check_index(store, run, chain.receipts, [name for name, _ in chain.listing])
         findings += check_seal(store, run, info, chain, coverage, publics)
@@ -87,6 +89,7 @@ def verify(
         segments=len({r.segment.name for r in receipts}),
         events=sum(r.segment.rows for r in receipts),
         size=size,
+        pruned=pruned,
         checkpoints=tuple(covered),
     )
 

@@ -103,7 +103,10 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Every finding, what was looked at, and the exit code: 0 intact, 1 tampered or corrupt, 3 incomplete."""
+    """Every finding, what was looked at, and the exit code: 0 intact, 1 tampered or corrupt, 3 incomplete.
+
+    Segments, events and bytes are those the receipts name; of `pruned` segments only the receipt could be looked at.
+    """
 
     findings: tuple[Finding, ...]
     exit_code: Exit
@@ -114,6 +117,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     segments: int
     events: int
     bytes: int
+    pruned: int = 0
     checkpoints: tuple[Covered, ...] = ()
 
 
@@ -131,6 +135,7 @@ def result(
     segments: int,
     events: int,
     size: int,
+    pruned: int,
     checkpoints: tuple[Covered, ...] = (),
 ) -> VerifyResult:
     """The result with its exit code; findings come worst first, then by object."""
@@ -149,5 +154,6 @@ def result(
         segments=segments,
         events=events,
         bytes=size,
+        pruned=pruned,
         checkpoints=checkpoints,
     )
