@@ -30,6 +30,7 @@ def test_flipped_bits_of_every_kind_of_object_are_found_and_located(signer) -> N
 def test_the_ledger_that_is_flipped_holds_every_kind_of_object(signer) -> None:
     store = flip_bits.make_ledger(signer)
     assert {flip_bits.kind_of(path) for path in store.objects} == KINDS
+    assert sum("/hold/" in path for path in store.objects) == 2, "one is placed and released"
     assert sum("/receipt/" in path for path in store.objects) == 6
     signed = [b'"signature":' in data for path, data in store.objects.items() if "/receipt/" in path]
     assert set(signed) == {signer is not None}

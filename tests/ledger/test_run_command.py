@@ -343,15 +343,18 @@ def test_as_process_1_it_forwards_a_stop_and_commits_before_the_container_dies(s
 
 
 def test_the_terminal_is_the_jobs_and_its_interrupt_arrives_once(environment, tmp_path: Path) -> None:
-    """Ctrl-C goes to the whole foreground group: a supervisor that passed it on would interrupt the job twice."""
+    """Ctrl-C goes to the whole foreground group: a supervisor that passed it on would interrupt the job twice.
+
+    The job counts until it hears SIGUSR1, which the supervisor takes from its queue after SIGINT.
+    """
     code = (
         "import signal, sys, time\n"
-        "count = 0\n"
-        "def note(*_):\n    global count\n    count += 1\n"
-        "signal.signal(signal.SIGINT, note)\n"
+        "seen = []\n"
+        "for number in (signal.SIGINT, signal.SIGUSR1):\n    signal.signal(number, lambda n, _: seen.append(n))\n"
         "print('ready', sys.stdin.isatty(), flush=True)\n"
         "line = sys.stdin.readline().strip()\n"
-        "print('got', line, count, flush=True)\n"
+        "while signal.SIGUSR1 not in seen:\n    time.sleep(0.01)\n"
+        "print('got', line, seen.count(signal.SIGINT), flush=True)\n"
     )
     pid, fd = pty.fork()
     if pid == 0:
@@ -368,6 +371,7 @@ def test_the_terminal_is_the_jobs_and_its_interrupt_arrives_once(environment, tm
         os.write(fd, b"\x03")
         read(b"^C")
         os.write(fd, b"hello\n")
+        os.kill(pid, signal.SIGUSR1)
         read(b"got hello 1")
     finally:
         os.waitpid(pid, 0)
