@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        return _say(error.format_message() + _usage(error), 2)
+        return _say(error.format_message() + _usage(error, arguments), 2)
     except click.Abort:
         return _say("stopped.", 130)
     except BrokenPipeError:
@@ -134,11 +135,13 @@ def main(argv: list[str] | None = None) -> int:
 _MISTYPED = (click.MissingParameter, click.NoSuchOption, click.BadOptionUsage, click.BadArgumentUsage)
 
 
-def _usage(error: click.ClickException) -> str:
+def _usage(error: click.ClickException, arguments: Sequence[str]) -> str:
     """Where the usage is, for what the parser itself refused; our own sentences say what to do."""
     if isinstance(error, _MISTYPED) or error.message.startswith("Got unexpected"):
-        context = getattr(error, "ctx", None)
-        return f" `{context.command_path if context is not None else 'rlk-ledger'} --help` says how."
+        context = getattr(error, "ctx", None)  # the parser's own errors have none
+        named = arguments[0] if arguments and arguments[0] in _entry_points() else None
+        command = context.command_path if context is not None else " ".join(filter(None, ("rlk-ledger", named)))
+        return f" `{command} --help` says how."
     return ""
 
 

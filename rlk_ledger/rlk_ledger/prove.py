@@ -106,7 +106,9 @@ def parse_event(text: str) -> EventName:
     """The name in `<run>/<writer id>/<number>`; the writer id may be cut to what is unique. Raises UsageError."""
     parts = text.split("/")
     if len(parts) != 3 or not all(parts) or not parts[2].isascii() or not parts[2].isdigit():
-        raise UsageError(f"{text!r} names no event: it is <run>/<writer id>/<sequence number>.")
+        raise UsageError(
+            f"{text!r} names no event: it is <run>/<writer id>/<sequence number>, or a run with --sample ID."
+        )
     return EventName(parts[0], parts[1], int(parts[2]))
 
 

@@ -57,13 +57,14 @@ class Census(NamedTuple):
     def text(self) -> str:
         """What is open or missing, in words."""
         parts = [
-            f"of {self.roster[role].expected} {role} ranks these never reported: {spans_text(spans)}"
+            f"of {self.roster[role].expected} {role} ranks these never reported: rank {spans_text(spans)}"
             for role, spans in self.missing.items()
         ]
         if self.open:
             names = ", ".join(writer[:8] for writer in self.open[:_SHOWN])
             more = f" and {len(self.open) - _SHOWN} more" if len(self.open) > _SHOWN else ""
-            parts.append(f"{len(self.open)} writers have not closed: {names}{more}")
+            have = "writer has" if len(self.open) == 1 else "writers have"
+            parts.append(f"{len(self.open)} {have} not closed: {names}{more}")
         return "; ".join(parts)
 
 

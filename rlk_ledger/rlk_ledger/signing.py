@@ -117,7 +117,9 @@ def new_key(path: Path) -> Signer:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise UsageError(f"keygen: {path} exists; a key is never overwritten.") from None
+        raise UsageError(
+            f"keygen: {path} exists; a key is never overwritten. --public prints the public key of one."
+        ) from None
     except OSError as error:
         raise UsageError(f"keygen: cannot write {path}: {error.strerror}.") from None
     with os.fdopen(fd, "wb") as file:
@@ -138,8 +140,10 @@ def read_public_key(text: str) -> bytes:
             content = path.read_bytes()
             if b"-----BEGIN" in content:
                 return _pem_public_key(text, content)
-            text = content.decode()
+            text = content.decode().strip()
         return decode_vkey(text).public_key
+    except UsageError:  # also a ValueError
+        raise
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--key {text!r} is no verifier key and no file that holds one ({why}).") from None
@@ -156,7 +160,9 @@ def public_keys(keys: Sequence[str | bytes]) -> list[bytes]:
 
 def _pem_public_key(path: str, content: bytes) -> bytes:
     if b"PRIVATE KEY" in content:
-        raise UsageError(f"--key: {path} holds a private key; give the public one that `rlk-ledger keygen` printed.")
+        raise UsageError(
+            f"--key: {path} holds a private key; give the public one, `rlk-ledger keygen --public {path}`."
+        )
     if not available():
         raise UsageError(f"--key: {path} is PEM, and cryptography is not installed; {INSTALL}, or give the vkey.")
     from cryptography.hazmat.primitives.serialization import load_pem_public_key

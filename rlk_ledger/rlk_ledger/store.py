@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from rlk_ledger_schemas.errors import ConfigError, StoreError
-from rlk_ledger_sdk.urls import holds_secret
+from rlk_ledger_sdk.urls import holds_secret, misspelt
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _SECRET = re.compile(r"\b(sig|signature|X-Amz-\w+|X-Goog-\w+|AccountKey|SharedAccessSignature)=[^&;\s]+", re.IGNORECASE)
@@ -77,6 +77,9 @@ def open_store(url: str) -> Store:
         raise ConfigError(f"the ledger URL {text!r} is no path and no URL.")
     if holds_secret(text):
         raise ConfigError("the ledger URL holds credentials; put them in the environment, not in the URL.")
+    wrong = misspelt(text)
+    if wrong is not None:
+        raise ConfigError(f"the ledger URL {text!r} {wrong}.")
     match = _SCHEME.match(text)
     if match is None and "::" in text and "://" in text:
         raise ConfigError(f"{text}: chained file systems are no ledger; use a path, file://, s3://, gs:// or az://.")

@@ -123,6 +123,17 @@ def say(text: str, style: str | None = None) -> None:
     console().print(text, style=style)
 
 
+def tell(text: str) -> None:
+    """Prints one paragraph on stderr: what belongs beside the answer, not into a file made of it."""
+    console(stderr=True).print(text)
+
+
+def count(number: int, noun: str) -> str:
+    """`1 receipt`, `2 receipts`, `3,000 processes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar over bytes on stderr, drawn in a terminal only; yields its `(done, total)` callback."""

@@ -22,7 +22,7 @@ from rlk_ledger_sdk.environment import capture
 from rlk_ledger_sdk.modes import Mode, load_mode
 from rlk_ledger_sdk.modes import disabled as disabled
 from rlk_ledger_sdk.redaction import Redaction
-from rlk_ledger_sdk.urls import holds_secret
+from rlk_ledger_sdk.urls import holds_secret, misspelt
 
 SCHEMES = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "memory")
 ROLES = (
@@ -127,7 +127,10 @@ def load_config(
     _number("checkpoint_s", None, "RLK_CHECKPOINT_S", 0, 0)  # the shipper reads it; here it is refused
     _check_signing_key()
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
-    address = _url(url)
+    anchor = env("RLK_ANCHOR")
+    if anchor is not None:
+        _url(anchor, "RLK_ANCHOR")  # the shipper reads this one too
+    address = _url(url, "the ledger URL")
     redaction = Redaction.load(run["redaction"], env("RLK_REDACTION_KEY"))
     run["redaction_key_id"] = redaction.key_id
     if address.startswith("memory://") and shipper == "process":
@@ -241,23 +244,24 @@ def _checked(type_name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return present
 
 
-def _url(url: Any) -> str:
-    """A ledger URL; a local path becomes absolute, because the shipper runs elsewhere."""
+def _url(url: Any, what: str) -> str:
+    """A URL of a ledger or an anchor; a local path becomes absolute, because the shipper runs elsewhere."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text.strip() or "\n" in text or not _is_path(text):
-        raise ConfigError(f"init: the ledger URL {url!r} is not a path or a URL such as s3://bucket/prefix.")
+        raise ConfigError(f"init: {what} {url!r} is not a path or a URL such as s3://bucket/prefix.")
     if holds_secret(text):
-        raise ConfigError("init: the ledger URL holds credentials; put them in the environment, not in the URL.")
+        raise ConfigError(f"init: {what} holds credentials; put them in the environment, not in the URL.")
+    wrong = misspelt(text)
+    if wrong is not None:
+        raise ConfigError(f"init: {what} {text!r} {wrong}.")
     scheme, sep, rest = text.partition("://")
     if not sep:
-        if re.match(r"[a-z0-9]{2,}:/", text):
-            raise ConfigError(f"init: the ledger URL {text!r} lacks a slash; write {text.replace(':/', '://', 1)!r}.")
         return str(Path(text).expanduser().absolute())
     if scheme not in SCHEMES:
         hint = nearest(scheme, SCHEMES)
-        raise ConfigError(f"init: the ledger URL {text!r} has the unknown scheme {scheme!r}; {hint}")
+        raise ConfigError(f"init: {what} {text!r} has the unknown scheme {scheme!r}; {hint}")
     if not rest.strip("/"):
-        raise ConfigError(f"init: the ledger URL {text!r} names no bucket or path.")
+        raise ConfigError(f"init: {what} {text!r} names no bucket or path.")
     return text
 
 

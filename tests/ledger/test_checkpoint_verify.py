@@ -394,7 +394,9 @@ def test_commands_conflicting_anchors_and_copies_are_exit_code_1(maker: Maker, t
     assert f"verify {RUN} --ledger {url} --checkpoint {file}" in text
     assert Path(file).read_bytes() == maker.checkpoint(3).read_bytes()
     assert run(capsys, "anchor", RUN, "--ledger", url, "--to", to)[0] == 0
-    assert run(capsys, "verify", RUN, "--ledger", url, "--anchor", to, "--checkpoint", file)[0] == 0
+    code, text = run(capsys, "verify", RUN, "--ledger", url, "--anchor", to, "--checkpoint", file)
+    assert (code, "compared with 2 copies kept elsewhere, and nothing departs from them" in text) == (0, True)
+    assert "next:" not in text, "where nothing is wrong there is nothing to do"
     maker.checkpoint(3).unlink()
     code, text = run(capsys, "anchor", RUN, "--ledger", url, "--to", to)
     assert (code, "the newest in the ledger is 2" in text) == (1, True)
@@ -432,7 +434,7 @@ def test_receipts_signed_by_a_registered_key_are_believed_and_others_are_named(s
     result = verify(signed.store, RUN)
     assert result.exit_code == Exit.OK
     (note,) = (f for f in result.findings if f.kind == "receipt.uncovered")
-    assert f"1 of 6 receipts, in 1 chains ({signed.b.shipper} from 1)" in note.text
+    assert f"1 of 6 receipts, in 1 chain ({signed.b.shipper} from 1)" in note.text
     assert (result.checkpoints[0].signed, result.checkpoints[0].uncovered) == (1, 1)
     strange = signed.chain(key())
     signed.grow(strange, 2)
@@ -553,7 +555,12 @@ def test_keygen_makes_a_key_once_and_prints_what_verify_takes(
     code, text = run(capsys, "keygen", str(path))
     vkey = text.splitlines()[0]
     assert (code, path.stat().st_mode & 0o777) == (0, 0o600)
+    assert f"RLK_SIGNING_KEY={path.absolute()}" in text, "which works from any directory"
     assert run(capsys, "keygen", str(path))[0] == 2
+    assert cli.main(["keygen", "--public", str(path)]) == 0
+    assert capsys.readouterr() == (f"{vkey}\n", ""), "stdout is the key and nothing else: it can be sent to a file"
+    (tmp_path / "key.pub").write_text(f"{vkey}\n")
+    assert run(capsys, "verify", "--ledger", str(signed.root), "--key", str(tmp_path / "key.pub"))[0] == 3
     monkeypatch.setenv("RLK_SIGNING_KEY", str(path))
     url = str(signed.root)
     code, text = run(capsys, "checkpoint", RUN, "--ledger", url, "--json")

@@ -138,10 +138,30 @@ def test_verify_exits_0_1_and_3_and_names_the_place(capsys, ledger: str) -> None
     assert code == 1
     assert f"ERROR  segment.changed  {segment.relative_to(ledger)}" in out
     assert A in out
+    assert "next: leave the ledger as it is" in out
     code, out, _ = run(capsys, "verify", RUN, "--ledger", ledger, "--json")
     document = json.loads(out)
     assert (code, document["exit_code"], document["verdict"]) == (1, 1, "tampered")
     assert document["findings"][0]["kind"] == "segment.changed"
+    segment.unlink()
+    assert "1 segment (1 of them missing)" in run(capsys, "verify", RUN, "--ledger", ledger)[1], (
+        "not counted as checked"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3:/bucket/x", "lacks a slash; write 's3://bucket/x'"),
+        ("s3://", "names no bucket"),
+        ("gs:///x", "names no bucket"),
+        ("https://s3.internal/bucket/x", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_a_mistyped_url_is_said_before_anything_is_contacted(capsys, url: str, says: str) -> None:
+    code, _, err = run(capsys, "runs", "--ledger", url)
+    assert code == 2
+    assert says in err
 
 
 def test_recover_prints_an_exact_statement_and_exits_0_or_3(capsys, new_writer, spool: Path, url: str) -> None:
@@ -323,7 +343,9 @@ def test_counts_of_one_are_singular(capsys, ledger: str) -> None:
     assert "3 events in 1 segment (" in run(capsys, "show", RUN, "--ledger", ledger)[1]
 
 
-@pytest.mark.parametrize("arguments", [["show"], ["verify", "a", "b"], ["verify", "--dep"]])
+@pytest.mark.parametrize(
+    "arguments", [["show"], ["verify", "a", "b"], ["verify", "--dep"], ["hold", "r1", "--release"]]
+)
 def test_a_mistyped_call_says_where_the_usage_is(capsys, ledger: str, arguments: list[str]) -> None:
     _, _, err = run(capsys, *arguments)
     assert err.endswith(f"`rlk-ledger {arguments[0]} --help` says how.\n")

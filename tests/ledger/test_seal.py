@@ -99,7 +99,9 @@ def test_a_run_is_sealed_once_and_sealing_again_shows_the_seal(url: str) -> None
 
 def test_missing_ranks_and_open_writers_are_refused_and_named(url: str) -> None:
     ledger = made(url, life(A, "rollout", 0, 2) + life(C, "training", 0, closed=False))
-    with pytest.raises(Unfinished, match=r"2 rollout ranks these never reported: 1; 1 writers have not closed: 0c0c"):
+    with pytest.raises(
+        Unfinished, match=r"2 rollout ranks these never reported: rank 1; 1 writer has not closed: 0c0c"
+    ):
         seal(ledger.store, RUN)
     assert read_seal(ledger.store, RUN) is None
     sealed = seal(ledger.store, RUN, incomplete=True)
@@ -110,8 +112,8 @@ def test_missing_ranks_and_open_writers_are_refused_and_named(url: str) -> None:
     assert result.exit_code == Exit.GAP
     hit = next(f for f in result.findings if f.kind == "seal.incomplete")
     assert (hit.object, hit.severity) == (layout.seal_path(RUN), "gap")
-    assert "rollout ranks these never reported: 1" in hit.text
-    assert "1 writers have not closed: 0c0c0c0c" in hit.text
+    assert "rollout ranks these never reported: rank 1" in hit.text
+    assert "1 writer has not closed: 0c0c0c0c" in hit.text
 
 
 def test_a_rank_that_never_reported_stays_missing_under_a_seal_while_others_are_open(url: str) -> None:
@@ -432,11 +434,11 @@ def test_seal_on_the_command_line(capsys, url: str, signer: Signer, tmp_path: Pa
     place = ("--ledger", url)
     code, out, err = run(capsys, "seal", RUN, *place)
     assert (code, out) == (3, "")
-    assert "never reported: 1. --incomplete seals it all the same." in err
+    assert "never reported: rank 1. --incomplete seals it all the same." in err
     assert overview(open_ledger(url).run(RUN))["sealed"] is None
     code, out, _ = run(capsys, "seal", RUN, "--incomplete", *place)
     assert code == 3
-    assert "run r1 is sealed, INCOMPLETE, signed, on checkpoint 0, 1 receipts with root" in out
+    assert "run r1 is sealed, INCOMPLETE, signed, on checkpoint 0, 1 receipt with root" in out
     code, out, _ = run(capsys, "seal", RUN, "--json", *place)
     assert code == 3
     assert json.loads(out)["mine"] is False

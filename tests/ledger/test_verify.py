@@ -485,7 +485,7 @@ def test_a_roster_of_any_size_is_judged_by_its_ranges(tmp_path: Path) -> None:
     url = str(tmp_path / "l")
     build(url, RUN, [*whole(A, "training", 2, 4), *whole(B, "training", 5, 9)], roles={"training": 2**50})
     found = [f.text for f in verify(url).findings if f.kind == "rank.missing"]
-    assert found == [f"of {2**50} training ranks these never reported: 0-1, 3-4, 6-{2**50 - 1}"]
+    assert found == [f"of {2**50} training ranks these never reported: rank 0-1, 3-4, 6-{2**50 - 1}"]
 
 
 def test_a_process_that_redacts_otherwise_than_the_run_says_is_named(tmp_path: Path) -> None:

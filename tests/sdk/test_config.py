@@ -74,7 +74,9 @@ def test_a_malformed_option_is_one_sentence(tmp_path, options, says):
         ("s3://", "names no bucket"),
         ("s3:/bucket/x", "write 's3://bucket/x'"),
         ("s4://bucket", "unknown scheme 's4'; did you mean"),
-        ("https://example.org/x", "unknown scheme"),
+        ("https://example.org/x", "is a server, not a bucket"),
+        ("s3a:/bucket/x", "write 's3a://bucket/x'"),
+        ("file:/data/x", "write 'file:///data/x'"),
         ("s3://key:secret@bucket/x", "credentials"),
         ("/tmp/a\0b", "not a path or a URL"),
         ("memory://x", "pass shipper='inline'"),
@@ -84,6 +86,12 @@ def test_a_malformed_url_is_one_sentence_and_never_shows_a_secret(tmp_path, url,
     with pytest.raises(ConfigError, match=says) as caught:
         init(url, spool=tmp_path)
     assert "secret" not in str(caught.value)
+
+
+def test_an_anchor_that_no_shipper_could_reach_is_refused_before_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLK_ANCHOR", "s4://elsewhere/x")
+    with pytest.raises(ConfigError, match="RLK_ANCHOR 's4://elsewhere/x' has the unknown scheme"):
+        init(str(tmp_path / "ledger"), spool=tmp_path / "spool")
 
 
 def test_an_unknown_option_is_refused(tmp_path):

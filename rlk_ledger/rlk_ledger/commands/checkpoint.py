@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep a copy of RUN's newest checkpoint here.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Keep a copy of RUN's newest checkpoint here.",
+)
 @terminal.ledger_option
 @terminal.output_options
 def checkpoint(run: str | None, output: Path | None, url: str | None, as_json: bool) -> None:
@@ -91,8 +97,9 @@ def _say(run: str, newest: "Checkpoint | None", new: bool) -> None:
         terminal.say(f"run {run}: nothing was shipped yet, so there is nothing to cover")
         return
     added = f"{len(newest.leaves)} of them new" if new else "none of them new"
+    receipts = terminal.count(newest.size, "receipt")
     signed = f"signed by {_vkey(newest)}" if newest.info.public_key else "not signed"
-    terminal.say(f"run {run}: checkpoint {newest.k} covers {newest.size} receipts, {added}; {signed}")
+    terminal.say(f"run {run}: checkpoint {newest.k} covers {receipts}, {added}; {signed}")
     terminal.say(f"       root {base64.b64encode(newest.root).decode()}")
 
 
@@ -138,26 +145,33 @@ def anchor(run: str, to: str, url: str | None, as_json: bool) -> None:
         document = _document(ledger.store, run, done.checkpoint, done.written)
         terminal.echo_json({"ledger": ledger.url, "anchor": done.where, **document})
         return
+    size = terminal.count(done.checkpoint.size, "receipt")
     what = "is at" if done.written else "was already at"
-    terminal.say(f"checkpoint {done.checkpoint.k} of run {run} ({done.checkpoint.size} receipts) {what} {done.where}")
+    terminal.say(f"checkpoint {done.checkpoint.k} of run {run} ({size}) {what} {done.where}")
     terminal.say(f"`rlk-ledger verify {run}{terminal.named_ledger()} --anchor {to}` compares.")
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
+@click.option("--public", is_flag=True, help="Print the public key of the key that is at PATH; make none.")
 @terminal.output_options
-def keygen(path: Path, as_json: bool) -> None:
+def keygen(path: Path, public: bool, as_json: bool) -> None:
     """Make a key that signs receipts and checkpoints.
 
-    Writes an Ed25519 private key to PATH (PEM, readable by its owner only) and prints the public key, which `verify
-    --key` takes. An existing file is never overwritten.
+    Writes an Ed25519 private key to PATH (PEM, readable by its owner only) and prints the public key, one line on
+    stdout, which `verify --key` takes, also as a file. An existing file is never overwritten.
     """
-    from rlk_ledger.signing import new_key
+    from rlk_ledger.signing import load_signer, new_key
 
-    signer = new_key(path)
+    signer = load_signer(str(path)) if public else new_key(path)
+    assert signer is not None  # a path was given
     if as_json:
         terminal.echo_json({"path": str(path.absolute()), "key": signer.vkey()})
         return
-    terminal.say(signer.vkey())
-    terminal.say(f"The private key is in {path}: RLK_SIGNING_KEY={path} signs with it. Who has it can sign as you.")
-    terminal.say("Give the line above to whoever verifies: `rlk-ledger verify --key LINE`.")
+    click.echo(signer.vkey())  # not wrapped: it is to be copied, or sent to a file
+    if not public:
+        where = path.absolute()
+        terminal.tell(
+            f"The private key is in {path}: RLK_SIGNING_KEY={where} signs with it. Who has it can sign as you."
+        )
+        terminal.tell("Give the line above to whoever verifies: `rlk-ledger verify --key LINE`.")

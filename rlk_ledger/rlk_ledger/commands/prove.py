@@ -22,7 +22,10 @@ _DEFAULT_TYPE = "rollout.sample"
 @click.argument("event")
 @click.option("--sample", metavar="ID", help="Take the event of this sample; EVENT is then the run alone.")
 @click.option(
-    "--type", "type_name", help="Of the sample's events the one of this type (rollout.sample when not given)."
+    "--type",
+    "type_name",
+    metavar="TYPE",
+    help="Of the sample's events the one of this type (rollout.sample when not given).",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Where the bundle goes, not stdout."
@@ -188,18 +191,21 @@ def _say(run: str, sealed: "Sealed") -> None:
     how = "is sealed" if sealed.mine else "was sealed before"
     state = "complete" if found.complete else "INCOMPLETE"
     signed = "signed" if found.signature else "unsigned"
-    at = f"checkpoint {found.checkpoint.k}, {found.checkpoint.size} receipts"
+    at = f"checkpoint {found.checkpoint.k}, {terminal.count(found.checkpoint.size, 'receipt')}"
     terminal.say(f"run {run} {how}, {state}, {signed}, on {at} with root {found.checkpoint.root}")
     rows = [_row(role, found.missing, count) for role, count in found.roster.items()]
     terminal.table(
-        ("role", "ranks", "opened", "closed", "killed", "missing"), rows, right=("ranks", "opened", "closed")
+        ("role", "ranks", "opened", "closed", "killed", "never reported"),
+        rows,
+        right=("ranks", "opened", "closed", "killed"),
     )
     if found.open:
-        terminal.say(f"{len(found.open)} writers were open: {', '.join(writer[:8] for writer in found.open[:_LISTED])}")
+        were = f"{terminal.count(len(found.open), 'writer')} {'was' if len(found.open) == 1 else 'were'} open"
+        terminal.say(f"{were}: {', '.join(writer[:8] for writer in found.open[:_LISTED])}")
 
 
 def _row(role: str, missing: dict[str, Any], count: Any) -> tuple[Any, ...]:
     from rlk_ledger.seals import spans_text
 
-    absent = spans_text(missing[role]) if role in missing else ""
+    absent = f"rank {spans_text(missing[role])}" if role in missing else ""
     return role, count.expected, count.opened, count.closed, count.dead, absent

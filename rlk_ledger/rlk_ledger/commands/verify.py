@@ -51,16 +51,9 @@ def verify(
     else:
         for like, items in itertools.groupby(result.findings, key=lambda f: (f.kind, f.object, f.writer)):
             _say_alike(like[0], list(items))
-        style = {"intact": "bold green", "tampered": "bold red", "incomplete": "bold yellow"}[result.verdict]
-        what = "every event and column" if deep else "every receipt and file"
-        segments = _count(result.segments, "segment")
-        segments += f" ({result.pruned} of them pruned)" if result.pruned else ""
-        terminal.say(
-            f"{result.verdict}: checked {what} of {_count(result.runs, 'run')}, {segments}, "
-            f"{_count(result.events, 'event')}, {terminal.size_text(result.bytes)}",
-            style,
-        )
-        _say_covered(result)
+        _say_sum(result)
+        _say_covered(result, bool(keys))
+        _say_next(result)
     ctx.exit(int(result.exit_code))
 
 
@@ -73,25 +66,72 @@ def _say_alike(kind: str, items: "list[Finding]") -> None:
         terminal.say(f"       and {len(items) - _SHOWN} more {kind} of the same; --json lists them all")
 
 
-def _say_covered(result: "VerifyResult") -> None:
-    """How much is covered, and what to do about the rest."""
+def _say_sum(result: "VerifyResult") -> None:
+    """The verdict, and what it is about."""
+    style = {"intact": "bold green", "tampered": "bold red", "incomplete": "bold yellow"}[result.verdict]
+    what = "every event and column" if result.deep else "every receipt and file"
+    gone = len({f.object for f in result.findings if f.kind == "segment.missing"})
+    notes = [f"{result.pruned} of them pruned"] * bool(result.pruned) + [f"{gone} of them missing"] * bool(gone)
+    segments = terminal.count(result.segments, "segment") + (f" ({', '.join(notes)})" if notes else "")
+    terminal.say(
+        f"{result.verdict}: checked {what} of {terminal.count(result.runs, 'run')}, {segments}, "
+        f"{terminal.count(result.events, 'event')}, {terminal.size_text(result.bytes)}",
+        style,
+    )
+
+
+_SPOOLED = ("seqs.missing", "rank.missing")
+"""What may still lie in a spool somewhere."""
+
+
+def _say_next(result: "VerifyResult") -> None:
+    """What to do about what was found, where there is something to do."""
+    kinds = {f.kind for f in result.findings}
+    errors = {f.kind for f in result.findings if f.severity == "error"}
+    if errors and all(kind.startswith("index.") for kind in errors):
+        terminal.say("next: nothing is lost; delete the named index files, which only make reading faster.")
+    elif errors:
+        terminal.say(
+            "next: leave the ledger as it is, bring the named objects back from the store's versions or a backup, and "
+            "verify again; only who can write there, or a failing disk, can have done this."
+        )
+    elif kinds & {*_SPOOLED}:
+        terminal.say(
+            "next: it may still lie in a spool: `rlk-ledger recover SPOOL` on each machine that recorded; where it "
+            "does not, it is lost."
+        )
+    elif "prune.unvouched" in kinds:
+        terminal.say(
+            "next: if you pruned, take a new copy (`rlk-ledger checkpoint RUN -o FILE`), and set RLK_SIGNING_KEY for "
+            "`prune`; if nobody did, somebody deleted."
+        )
+
+
+def _say_covered(result: "VerifyResult", keyed: bool) -> None:
+    """How much is covered, by what, and what to do about the rest."""
     bare = [c for c in result.checkpoints if c.k is None and c.uncovered]
     some = [c for c in result.checkpoints if c.k is not None]
     receipts = sum(c.receipts for c in some)
     if some:
-        behind = f", {_count(sum(c.signed for c in some), 'receipt')} after them bear a registered signature"
-        behind = behind if any(c.signed for c in some) else ""
-        terminal.say(
-            f"covered by checkpoints of {_count(len(some), 'run')}: {_count(receipts, 'receipt')}{behind}", "dim"
+        later = sum(c.signed for c in some)
+        behind = (
+            f", {terminal.count(later, 'later receipt')} {'bears' if later == 1 else 'bear'} a registered signature"
         )
+        signed = " signed by a given key" if keyed else ""
+        text = f"covered by checkpoints{signed} of {terminal.count(len(some), 'run')}"
+        terminal.say(f"{text}: {terminal.count(receipts, 'receipt')}{behind if later else ''}", "dim")
     if bare:
         which = bare[0].run_id if len(bare) == 1 else f"{len(bare)} runs"
         what = "what is cut from the end of a chain cannot be seen there"
         terminal.say(f"no checkpoint covers {which}: {what}; `rlk-ledger checkpoint` makes them", "dim")
+    if result.copies:
+        copies = "1 copy" if result.copies == 1 else f"{result.copies:,} copies"
+        terminal.say(f"compared with {copies} kept elsewhere{_agreed(result)}", "dim")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _agreed(result: "VerifyResult") -> str:
+    told = ("checkpoint.changed", "checkpoint.missing", "receipt.missing", "receipt.replaced", "ledger.changed")
+    return "" if any(f.kind in told for f in result.findings) else ", and nothing departs from them"
 
 
 def _place(item: "Finding") -> str:

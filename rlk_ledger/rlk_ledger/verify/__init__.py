@@ -91,6 +91,7 @@ def verify(
         size=size,
         pruned=pruned,
         checkpoints=tuple(covered),
+        copies=len(copies),
     )
 
 

@@ -28,7 +28,7 @@ class Copy(NamedTuple):
 class Coverage(NamedTuple):
     """What the checkpoints of a run cover.
 
-    `newest` is the newest checkpoint that holds and, where keys were given, that one of them signed; `registered` are
+    `newest` is the newest checkpoint that holds and, with keys or copies, that one of them vouches for; `registered` are
     the public keys that were given or that chains name whose beginning it covers; `believed` are the places after its
     marks whose receipts bear the signature of one of these.
     """
@@ -75,6 +75,8 @@ class _Check:
         self.found: list[Finding] = []
         self.good: dict[int, Checkpoint] = {}  # those that decode and stand where they belong
         self.broken: set[int] = set()  # those whose tree or place among the others is wrong
+        self.copied = False  # whether there are copies
+        self.kept: set[int] = set()  # those of which a copy says the same
         self.marks: dict[str, int] = {}  # the furthest any good checkpoint or copy reaches
         self.last_k = -1
         self.last: dict[str, int] = {}  # the last receipt there is of each chain
@@ -106,7 +108,7 @@ class _Check:
                 self._check_signature(checkpoint)
                 self._check_leaves(checkpoint, self._path(k))
             before = checkpoint
-        self._check_tails(f"checkpoint {max(self.good)} covers them" if self.good else "")
+        self._check_tails(f"checkpoint {max(self.good)}" if self.good else "")
 
     def _read(self) -> Iterator[tuple[int, Checkpoint | None]]:
         """(k, checkpoint) from 0 to the newest; None where it is gone or damaged."""
@@ -185,9 +187,14 @@ class _Check:
         for shipper, mark in sorted(self.marks.items()):
             last = self.last.get(shipper, -1)
             if last < mark:
-                which = f"receipt {mark} is" if mark == last + 1 else f"receipts {last + 1}-{mark} are"
+                one = mark == last + 1
+                which = f"receipt {mark} is" if one else f"receipts {last + 1}-{mark} are"
                 path = layout.receipt_path(self.run_id, shipper, last + 1)
-                self._say("receipt.missing", path, f"{which} gone from the end of the chain; {who}")
+                self._say(
+                    "receipt.missing",
+                    path,
+                    f"{which} gone from the end of the chain; {who} covers {'it' if one else 'them'}",
+                )
                 self.last[shipper] = mark  # said
 
     # -- against copies ----------------------------------------------------------------------------------------------
@@ -195,12 +202,14 @@ class _Check:
     def compare(self, copy: Copy) -> None:
         """A copy kept elsewhere: the bucket must have that very checkpoint, or show what became of it."""
         mine, k = copy.checkpoint, copy.checkpoint.k
+        self.copied = True
         if self.ledger is not None and mine.info.ledger_id != self.ledger.ledger_id:
             text = f"{copy.where} is of ledger {mine.info.ledger_id}; this one says it is {self.ledger.ledger_id}"
             self._say("ledger.changed", layout.LEDGER, text)
             return
         there = self.good.get(k)
         if there is not None and there.text == mine.text:
+            self.kept.add(k)
             return
         if there is not None:
             text = f"{copy.where} knows another checkpoint {k}: {mine.size} receipts, {mine.info.wall_us} us"
@@ -214,7 +223,7 @@ class _Check:
             text = f"{copy.where} follows another checkpoint {k - 1}: {mine.info.previous}"
             self._say("checkpoint.changed", self._path(k - 1), text)
         self._check_leaves(mine, copy.where)
-        self._check_tails(f"{copy.where} covers them")
+        self._check_tails(copy.where)
 
     # -- the sum -----------------------------------------------------------------------------------------------------
 
@@ -237,33 +246,45 @@ class _Check:
         return Coverage(newest, registered, believed, self.found, summary)
 
     def _newest(self) -> Checkpoint | None:
-        """The newest checkpoint that holds, of the given keys where there are any."""
+        """The newest checkpoint that holds and that is believed.
+
+        With keys or copies at hand those decide: others of the bucket are whoever's may write to it.
+        """
         holds = [c for k, c in sorted(self.good.items()) if k not in self.broken]
-        if not self.keys:
+        if not self.keys and not self.copied:
             return holds[-1] if holds else None
-        if not signing.available():
-            return None
+        kept = [c for c in holds if c.k in self.kept]
+        return max([*kept, *self._signed(holds)], key=lambda c: c.k, default=None)
+
+    def _signed(self, holds: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Those of `holds` that a given key signed."""
+        if not self.keys or not signing.available():
+            return []
         signed = [c for c in holds if any(_signed_by(c, key) for key in self.keys)]
         others = sorted({c.info.public_key for c in holds if c.info.public_key} - {*map(signing.text_of, self.keys)})
         if others:
-            text = f"checkpoints of this run are signed by {len(others)} other keys: {', '.join(others[:3])}"
+            text = f"checkpoints of this run are signed by {len(others)} other key{'s' * (len(others) > 1)}: "
+            text += ", ".join(others[:3])
             self._say("key.unknown", f"{layout.run_root(self.run_id)}/checkpoint", text)
         if not signed:
-            text = f"{len(holds)} checkpoints, none of them signed by a key that was given"
+            text = f"none of {len(holds)} checkpoint{'s' * (len(holds) != 1)} is signed by a key that was given"
             self._say("checkpoint.unsigned", f"{layout.run_root(self.run_id)}/checkpoint", text)
-            return None
-        return signed[-1]
+        return signed
 
     def _say_uncovered(self, newest: Checkpoint | None, places: set[Place]) -> None:
         """Names what came after the newest checkpoint; a run that never had one says so in the summary."""
-        if not places or (newest is None and not self.keys and self.last_k < 0):
+        if not places or (newest is None and not self.keys and not self.copied and self.last_k < 0):
             return
         chains = dict(sorted(places, reverse=True))  # the first uncovered n of each
         count, some = len(places), ", ".join(f"{s} from {n}" for s, n in sorted(chains.items())[:3])
-        of = f"{count} of {len(self.chains.leaves)} receipts, in {len(chains)} chains ({some}"
+        of = f"{count} of {len(self.chains.leaves)} receipts, in {len(chains)} chain{'s' * (len(chains) > 1)} ({some}"
         of += ", ...)" if len(chains) > 3 else ")"
         after = f"came after checkpoint {newest.k}" if newest is not None else "are covered by no checkpoint"
-        text = f"{of}, {after} and bear no registered signature; `rlk-ledger checkpoint {self.run_id}` covers them"
+        if self.copied or self.keys:
+            what = " or ".join(["of which a copy was given"] * self.copied + ["signed by a given key"] * bool(self.keys))
+            after = f"came after checkpoint {newest.k}, the newest {what}," if newest is not None else f"{after} {what}"
+        how = f"`rlk-ledger checkpoint {self.run_id}{' -o FILE' * self.copied}` covers them"
+        text = f"{of}, {after} and bear no registered signature; {how}"
         self._say("receipt.uncovered", layout.run_root(self.run_id), text)
 
 

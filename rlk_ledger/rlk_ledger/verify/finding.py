@@ -106,6 +106,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Every finding, what was looked at, and the exit code: 0 intact, 1 tampered or corrupt, 3 incomplete.
 
     Segments, events and bytes are those the receipts name; of `pruned` segments only the receipt could be looked at.
+    `copies` is how many checkpoints kept elsewhere they were compared with.
     """
 
     findings: tuple[Finding, ...]
@@ -119,6 +120,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     pruned: int = 0
     checkpoints: tuple[Covered, ...] = ()
+    copies: int = 0
 
 
 def finding(kind: str, object_: str, text: str, **where: int | str | None) -> Finding:
@@ -137,6 +139,7 @@ def result(
     size: int,
     pruned: int,
     checkpoints: tuple[Covered, ...] = (),
+    copies: int = 0,
 ) -> VerifyResult:
     """The result with its exit code; findings come worst first, then by object."""
     order = {"error": 0, "gap": 1, "info": 2}
@@ -156,4 +159,5 @@ def result(
         bytes=size,
         pruned=pruned,
         checkpoints=checkpoints,
+        copies=copies,
     )

@@ -201,7 +201,7 @@ def _roster(events: _Reader, run_id: str, info: RunInfo | None, open_: bool) -> 
             continue
         shown = _shown(absent)
         unheard = "are in no segment that can be read" if events.damaged else "never reported"
-        text = f"of {size} {role} ranks these {unheard}: {shown}"
+        text = f"of {size} {role} ranks these {unheard}: rank {shown}"
         kind = "run.open" if open_ else "rank.missing"
         yield finding(kind, layout.run_json(run_id), text)
 
