@@ -36,7 +36,6 @@ ROLL_S = 600.0
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 60.0
 _SMALLEST_SHARE = 64  # an outbox among many still takes this part of a segment
-_COPIES = 2  # a draft that is put is also read back
 _composing = threading.Lock()
 
 
@@ -94,19 +93,20 @@ class Outbox:
         A bucket that does not answer must not fill the memory, nor the share of another run.
         """
         share = SEGMENT_BYTES // min(self.sharers, _SMALLEST_SHARE)
-        free = SEGMENT_BYTES * 3 // 2 - self.held() - elsewhere
+        free = SEGMENT_BYTES * 5 // 4 - self.held() - elsewhere
         return max(0, SEGMENT_BYTES // _SMALLEST_SHARE - self.pending_bytes, min(share - self.pending_bytes, free))
 
     def held(self) -> int:
         """Bytes of memory that what waits and what is in flight take."""
         batch, draft = self.inflight, self._draft
-        frozen = 0 if draft is None else _COPIES * len(draft.segment)
+        frozen = 0 if draft is None else len(draft.segment)
         return self.pending_bytes + frozen + (batch.weight if batch is not None else 0)
 
     def waiting(self, writer_id: str) -> int:
         """Events of a writer that were read and are not committed."""
         batch, draft = self.inflight, self._draft
-        count = sum(r.writer_id == writer_id for r in [*self.pending, *(batch.records if batch is not None else ())])
+        held = [*self.pending, *(batch.records if batch is not None else [])]
+        count = sum(record.writer_id == writer_id for record in held)
         if batch is None or draft is None:
             return count
         spans = [span for w in draft.receipt.writers if w.writer_id == writer_id for span in held_ranges(w)]

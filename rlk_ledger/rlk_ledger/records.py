@@ -6,6 +6,7 @@ this version does not know add columns of their own. `ARRAYS_KEY` of the schema 
 (name, dtype). Array bytes go from the event into Arrow buffers and back without becoming Python numbers.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -44,7 +45,7 @@ PROJECTIONS: dict[str, Promoted] = {
     **{name: Promoted(kind, (name,)) for name, kind in FIXED.items() if kind != "binary"},
     **PROMOTED,
 }
-_Projected = msgspec.defstruct(
+_Projected: Any = msgspec.defstruct(
     "_Projected", [(name, Any, None) for name in sorted({c.path[0] for c in PROJECTIONS.values()})], gc=False
 )
 _PYTHON: dict[str, type] = {"string": str, "int64": int, "int32": int, "float64": float}
@@ -111,10 +112,9 @@ def projected(envelope: bytes) -> Any:
 
     The rest of the envelope is passed over, which is most of the cost of decoding one. Raises FormatError.
     """
-    try:
+    found: Any = None
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
         found = _decode_projected(envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        found = None
     if found is None or type(found.type) is not str:  # rare, and read in full to say why or to be lenient as it is
         fields = decode_envelope(envelope)
         found = _Projected(**{name: fields.get(name) for name in _Projected.__struct_fields__})
@@ -202,7 +202,7 @@ def _list_array(rows: int, cells: list[tuple[int, bytes]], dtype: str) -> pa.Lis
     np.cumsum(offsets, out=offsets)
     if offsets[-1] >= 2**31:
         raise FormatError(f"arrays of {offsets[-1]} items do not fit one segment column; record smaller arrays.")
-    data = pa.py_buffer(b"".join(data for _, data in cells))
+    data = pa.py_buffer(b"".join([data for _, data in cells]) if len(cells) > 1 else cells[0][1])
     values = pa.Array.from_buffers(_ARROW[dtype], int(offsets[-1]), [None, data])
     bitmap = pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
     buffers = [bitmap, pa.py_buffer(offsets.astype(np.int32).tobytes())]

@@ -65,8 +65,7 @@ def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] |
     schema = schema.with_metadata({**schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
     with pq.ParquetWriter(sink, schema, **_options(names)) as writer:
         for start, end in groups:
-            table = _table(clustered[start:end], names).replace_schema_metadata(schema.metadata)
-            writer.write_table(table, row_group_size=end - start)
+            writer.write_table(_table(clustered[start:end], names).cast(schema), row_group_size=end - start)
     root = content_root([row.record for row in clustered])
     return Segment(sink.getvalue(), root, _counts(clustered), len(clustered), _samples(clustered))
 

@@ -7,6 +7,7 @@ import random
 import resource
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--until-idle", action="store_true", help="leave when all is shipped and no writer lives")
     options = parser.parse_args(argv)
     _keep_out_of_the_way()
+    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]  # pyarrow imports it where there is one: 40 MB
     stop = threading.Event()
 
     def leave(*_: object) -> None:

@@ -1,5 +1,6 @@
 """Starting the shipper process. Runs inside the job, so it imports nothing but the standard library."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,14 @@ from pathlib import Path
 from rlk_ledger_schemas.errors import SpoolError
 
 LOG = "shipper.log"
+FRUGAL = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
+"""What makes a shipper give memory back that it no longer uses: Arrow's pools and the arenas of threads keep it."""
+_MALLOPT = ((-8, 1), (-3, 131072), (-1, 131072))  # the last three, as glibc's mallopt() takes them
 
 
 def start(spool: Path) -> None:
@@ -17,7 +26,7 @@ def start(spool: Path) -> None:
     """
     spool.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "rlk_ledger.shipper", "--spool", str(spool), "--until-idle"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RLK_DISABLE": "1", "PYTHONPATH": _import_path()}
+    environment = {**FRUGAL, **os.environ, "CUDA_VISIBLE_DEVICES": "", "RLK_DISABLE": "1", "PYTHONPATH": _import_path()}
     log = _log(spool)
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -35,6 +44,17 @@ def start(spool: Path) -> None:
         raise SpoolError(f"cannot start a shipper for {spool}: {error.strerror}.") from error
     finally:
         os.close(log)
+
+
+def stay_small() -> None:
+    """FRUGAL for this process; to be called before pyarrow is imported."""
+    import ctypes
+
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", FRUGAL["ARROW_DEFAULT_MEMORY_POOL"])
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in _MALLOPT:
+            mallopt(option, value)
 
 
 def _log(spool: Path) -> int:

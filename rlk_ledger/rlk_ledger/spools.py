@@ -73,6 +73,8 @@ class SpoolFile:
                 payload = read_frame(self._buffer, at, self._seed, self._base)
                 if payload is not None:
                     self.offset += frame_size(len(payload))
+                    if len(payload) > _CHUNK:
+                        self.let_go()
                     return payload
         return None
 

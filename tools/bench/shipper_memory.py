@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from rlk_ledger.spawn import FRUGAL
 from rlk_ledger_sdk.config import load_config
 from rlk_ledger_sdk.recorder import Recorder
 
@@ -54,7 +55,10 @@ def events(kind: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
             knob = {"path": f"engine.option_{number % 50}", "requested": number, "status": "applied"}
             yield "knob.applied", {**knob, "step": number // 64, "actual": number}
         elif kind == "huge":
-            yield "logprobs", {**ids, "source": "rollout", "contract_id": "c", "values": rng.random(8 << 20, np.float32)}
+            yield (
+                "logprobs",
+                {**ids, "source": "rollout", "contract_id": "c", "values": rng.random(8 << 20, np.float32)},
+            )
         else:
             tokens = rng.zipf(1.3, TOKENS).clip(0, 150_000).astype(np.int32)
             values = -rng.exponential(0.5, TOKENS).astype(np.float32)
@@ -99,7 +103,7 @@ def _bytes(spool: Path) -> int:
 def served(spool: Path, limit_s: float) -> tuple[float, float]:
     """(peak MB, processor seconds) of a shipper that serves `spool` until it is empty, at most `limit_s` seconds."""
     command = [sys.executable, "-m", "rlk_ledger.shipper", "--spool", str(spool), "--until-idle"]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=FRUGAL | os.environ)
     peak, cpu, began = 0.0, 0.0, time.monotonic()
     while process.poll() is None and any(spool.glob("*/*.spool")) and time.monotonic() - began < limit_s:
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():

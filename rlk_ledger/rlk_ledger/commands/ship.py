@@ -41,6 +41,9 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, grace: float, as_jso
     import signal
     import threading
 
+    from rlk_ledger.spawn import stay_small
+
+    stay_small()
     from rlk_ledger.service import serve
     from rlk_ledger_sdk.status import lock_is_free
 

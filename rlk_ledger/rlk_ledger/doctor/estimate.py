@@ -19,7 +19,7 @@ from rlk_ledger.checkpoints import latest, make
 from rlk_ledger.contact import meet
 from rlk_ledger.doctor.workload import Maker, Workload
 from rlk_ledger.outbox import ROLL_S
-from rlk_ledger.records import Record
+from rlk_ledger.records import EVENT_BYTES, Record
 from rlk_ledger.segments import SEGMENT_BYTES, write_segment
 from rlk_ledger.store import Entry, FileStore, Store
 from rlk_ledger_schemas.codec import encode_payload
@@ -171,7 +171,8 @@ class _Measured:
         work = self.workload
         seconds = 3600 * work.hours
         payload = self.payload_a_sample * work.samples
-        a_node = max(1, math.ceil(payload / work.nodes / SEGMENT_BYTES), math.ceil(seconds / ROLL_S))
+        weight = payload + EVENT_BYTES * self.events_a_sample * work.samples
+        a_node = max(1, math.ceil(weight / work.nodes / SEGMENT_BYTES), math.ceil(seconds / ROLL_S))
         if work.flush:
             a_node = max(a_node, math.ceil(seconds / work.flush))
         segments = work.nodes * a_node + work.processes  # each process's end flushes once more
