@@ -595,3 +595,23 @@ def test_the_command_tells_with_a_copy_with_the_key_and_with_the_anchor(
     codes = [cli.main(["verify", RUN, *place, *extra]) for extra in options]
     assert codes == [1, 1, 3][: len(options)]
     assert "checkpoint.changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("whose", ["nobody", "another", "registered"])
+def test_what_came_after_a_copy_is_shown_whatever_covers_it_in_the_bucket(
+    bucket: Bucket, signs: bool, whose: str
+) -> None:
+    """Checkpoints that the attacker appends vouch for nothing: a copy covers what it covers, the rest is counted."""
+    added = {"nobody": None, "another": signing.fresh_signer(), "registered": bucket.signer if signs else None}[whose]
+    publish(bucket.root, "3" * 32, batches(life("0d" * 16, 0)), added)
+    assert checkpoints.make(open_store(str(bucket.root)), RUN, added) is not None
+    for options in [{"checkpoints": bucket.made}, *([{"keys": [bucket.signer.vkey()]}] if signs else [])]:
+        result = bucket.check(**options)
+        told = [f.text for f in result.findings if f.kind == "receipt.uncovered"]
+        (summary,) = result.checkpoints
+        if whose == "registered" and signs:
+            counts = (0, 0) if "keys" in options else (3, 0)
+        else:
+            counts = (0, 3)
+        assert (result.exit_code, summary.signed, summary.uncovered) == (Exit.OK, *counts)
+        assert [text.startswith("3 of ") and "newest" in text for text in told] == [True] * (counts[1] > 0)

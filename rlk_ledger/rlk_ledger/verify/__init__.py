@@ -77,7 +77,7 @@ def verify(
         findings += check_promise(chain.info, layout.run_json(run))
         findings += check_index(store, run, chain.receipts, [name for name, _ in chain.listing])
         findings += check_seal(store, run, info, chain, coverage, publics)
-        vouched = Vouched(chain, coverage, copies_of(copies, run), bool(publics))
+        vouched = Vouched(coverage, copies_of(copies, run), bool(publics))
         findings += check_pruned(store, run, chain.receipts, graves, absent, vouched)
         findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
         receipts += chain.receipts

@@ -28,9 +28,9 @@ class Copy(NamedTuple):
 class Coverage(NamedTuple):
     """What the checkpoints of a run cover.
 
-    `newest` is the newest checkpoint that holds and, with keys or copies, that one of them vouches for; `registered` are
-    the public keys that were given or that chains name whose beginning it covers; `believed` are the places after its
-    marks whose receipts bear the signature of one of these.
+    `newest` is the newest checkpoint that holds and, with keys or copies, that one of them vouches for; `registered`
+    are the public keys that were given or that chains name whose beginning it covers; `believed` are the places after
+    its marks whose receipts bear the signature of one of these.
     """
 
     newest: Checkpoint | None
@@ -281,7 +281,8 @@ class _Check:
         of += ", ...)" if len(chains) > 3 else ")"
         after = f"came after checkpoint {newest.k}" if newest is not None else "are covered by no checkpoint"
         if self.copied or self.keys:
-            what = " or ".join(["of which a copy was given"] * self.copied + ["signed by a given key"] * bool(self.keys))
+            what = "signed by a given key" if self.keys else "of which a copy was given"
+            what = "of which a copy was given or that a given key signed" if self.keys and self.copied else what
             after = f"came after checkpoint {newest.k}, the newest {what}," if newest is not None else f"{after} {what}"
         how = f"`rlk-ledger checkpoint {self.run_id}{' -o FILE' * self.copied}` covers them"
         text = f"{of}, {after} and bear no registered signature; {how}"

@@ -12,8 +12,7 @@ from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.store import Missing, Store
 from rlk_ledger.tombstones import Grave, Graves, Tombstone, read_graves, summary
-from rlk_ledger.verify.chains import Chains
-from rlk_ledger.verify.checkpoints import Copy, Coverage, registered_by
+from rlk_ledger.verify.checkpoints import Copy, Coverage
 from rlk_ledger.verify.finding import Finding, finding
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.fingerprints import sha256
@@ -34,13 +33,8 @@ def graves_of(store: Store, run_id: str, receipts: Sequence[Receipt]) -> Graves:
 
 
 class Vouched(NamedTuple):
-    """By what a receipt is believed: the checkpoints, copies of them kept elsewhere, and whether keys were given.
+    """By what a receipt is believed: the checkpoints, copies of them kept elsewhere, and whether keys were given."""
 
-    Checkpoints in the bucket are whoever's may write to it. Where something better is at hand - a key, else a copy -
-    only that counts.
-    """
-
-    chains: Chains
     coverage: Coverage
     copies: Sequence[Copy]
     keys: bool
@@ -49,21 +43,6 @@ class Vouched(NamedTuple):
     def anything(self) -> bool:
         """Whether there is anything at all by which receipts could be believed."""
         return self.keys or bool(self.copies) or self.coverage.newest is not None
-
-    def believes(self, receipt: Receipt) -> bool:
-        """Whether nobody without a key, or after the newest copy, can have written it."""
-        if self.keys or not self.copies:
-            return self.coverage.covers(receipt.shipper, receipt.n)
-        mark = max(copy.checkpoint.info.marks.get(receipt.shipper, -1) for copy in self.copies)
-        signed = (receipt.shipper, receipt.n) in self.chains.signed
-        return receipt.n <= mark or (signed and self.chains.keys[receipt.shipper] in self._registered)
-
-    @property
-    def _registered(self) -> frozenset[bytes]:
-        """The keys that the copies vouch for."""
-        return frozenset[bytes]().union(
-            *(registered_by(copy.checkpoint.info.marks, self.chains) for copy in self.copies)
-        )
 
 
 def check_pruned(
@@ -122,7 +101,7 @@ def _unvouched(run_id: str, graves: Graves, absent: Collection[str], vouched: Vo
     gone: dict[tuple[str, int], list[str]] = {}
     for name in sorted(absent):
         tombstone = graves.by_name[name].tombstone
-        if not vouched.believes(tombstone.receipt):
+        if not vouched.coverage.covers(tombstone.receipt.shipper, tombstone.receipt.n):
             gone.setdefault((tombstone.receipt.shipper, tombstone.receipt.n), []).append(name)
     for place, names in gone.items():
         newer = "the copies" if vouched.copies and not vouched.keys else "the newest checkpoint that is believed"
