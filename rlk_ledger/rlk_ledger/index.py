@@ -12,7 +12,8 @@ An index is never evidence. It can be deleted; a damaged one is passed over; `ve
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ _META = b"rlk_ledger.index"
 READERS = 16
 """Requests under way at once."""
 _AT_ONCE = 256
+_LOOK_AHEAD = 1024
 
 
 class IndexInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +60,37 @@ class Part(NamedTuple):
     table: pa.Table
 
 
+def misfit(part: Part) -> str | None:
+    """How the rows of an index are not the receipts between its marks, None when they are, each once.
+
+    What it costs depends on the rows, whatever its marks claim.
+    """
+    before, after = part.info.before, part.info.after
+    odd = next((s for s, n in [*before.items(), *after.items()] if not layout.is_shipper(s) or n < 0), None)
+    if odd is not None or any(n > after.get(s, -1) for s, n in before.items()):
+        return "its marks are none"
+    chains = [(s, before.get(s, -1) + 1, n) for s, n in sorted(after.items())]
+    if sum(last - first + 1 for _, first, last in chains) != len(part.table):
+        return f"it has {len(part.table)} rows, which are not as many as receipts lie between its marks"
+    shippers = pa.array([s for s, first, last in chains for _ in range(first, last + 1)], pa.string())
+    numbers = pa.array([n for _, first, last in chains for n in range(first, last + 1)], pa.int64())
+    expected = pa.table({"shipper": shippers, "n": numbers})
+    keys = part.table.select(["shipper", "n"]).cast(expected.schema)
+    if keys.equals(expected) or keys.sort_by([("shipper", "ascending"), ("n", "ascending")]).equals(expected):
+        return None
+    return "its rows are not the receipts between its marks"
+
+
 class Found(NamedTuple):
     """What indexes and the receipts between them give: rows, and how far they go."""
 
     tables: list[pa.Table]
     after: Marks
+
+
+def place_of(part: Part) -> tuple[str, str, int, int]:
+    """Of which ledger and run, and of which checkpoints, an index says it is."""
+    return part.info.ledger_id, part.info.run_id, part.info.first, part.info.last
 
 
 def lowbit(k: int) -> int:
@@ -145,7 +173,7 @@ class Source:
                 if layout.index_path(self.run_id, k, hashlib.sha256(data).digest()) != path:
                     continue
                 part = decode(data, path)
-                if (part.info.ledger_id, part.info.run_id, part.info.last) == (self.ledger_id, self.run_id, k):
+                if place_of(part) == (self.ledger_id, self.run_id, k + 1 - lowbit(k), k) and misfit(part) is None:
                     return part
         return None
 
@@ -172,13 +200,23 @@ class Source:
 
     def between(self, before: Marks, after: Marks) -> pa.Table:
         """The receipts after `before` up to `after`, read one by one, as a table."""
-        keys = [(s, n) for s, last in sorted(after.items()) for n in range(before.get(s, -1) + 1, last + 1)]
+        keys = ((s, n) for s, last in sorted(after.items()) for n in range(before.get(s, -1) + 1, last + 1))
         return to_table(self.receipts(keys))
 
-    def receipts(self, keys: Sequence[tuple[str, int]]) -> list[Receipt]:
-        """The receipts at these places, without those that `damaged` lets pass."""
+    def receipts(self, keys: Iterable[tuple[str, int]]) -> list[Receipt]:
+        """The receipts at these places, without those that `damaged` lets pass.
+
+        A thousand places in a row at which nothing can be read end it: marks claim what they like.
+        """
+        found: list[Receipt] = []
+        rest = iter(keys)
         with ThreadPoolExecutor(READERS) as pool:
-            return [r for r in pool.map(self._receipt, keys) if r is not None]
+            while some := list(itertools.islice(rest, _LOOK_AHEAD)):
+                there = [r for r in pool.map(self._receipt, some) if r is not None]
+                found += there
+                if not there:
+                    break
+        return found
 
     def _receipt(self, key: tuple[str, int]) -> Receipt | None:
         path = layout.receipt_path(self.run_id, *key)

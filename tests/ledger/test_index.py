@@ -371,6 +371,46 @@ def test_an_index_that_lies_is_found(url: str, change: Any) -> None:
     }
 
 
+def _marked(**marks: Any) -> Any:
+    def change(info: Any, receipts: list[Receipt]) -> Any:
+        return msgspec.structs.replace(info, **{name: of(info) for name, of in marks.items()}), receipts
+
+    return change
+
+
+MANY = 10**15
+_LIES_OF_PLACES = {
+    "rows left out": _left_out,
+    "a row twice": _twice,
+    "no rows": lambda info, receipts: (info, []),
+    "after, far": _marked(after=lambda info: {**info.after, sorted(info.after)[0]: MANY}),
+    "before, far": _marked(before=lambda info: {**info.before, sorted(info.after)[0]: MANY}),
+    "both, far": _marked(
+        before=lambda info: {**info.before, "7" * 32: MANY}, after=lambda info: {**info.after, "7" * 32: MANY}
+    ),
+    "no shipper": _marked(before=lambda info: {**info.before, "../..": 3}, after=lambda i: {**i.after, "../..": 3}),
+    "below 0": _marked(before=lambda info: {**info.before, sorted(info.after)[0]: -7}),
+}
+
+
+@pytest.mark.parametrize("lie", _LIES_OF_PLACES)
+def test_an_index_whose_rows_are_not_what_its_marks_say_hides_nothing_and_costs_nothing(url: str, lie: str) -> None:
+    """Readers pass it over, or say that what it names is gone; nobody counts to what its marks claim."""
+    _grow(url, 1, 6)
+    truth = _truth(url)
+    path = _forged(url, _LIES_OF_PLACES[lie])
+    assert verify(url).exit_code == 1
+    run = Run(open_store(url), RUN)
+    if lie == "both, far":
+        with pytest.raises(LedgerError, match="is gone"):
+            _ = run.receipts
+        assert {r.self_ for r in truth} <= {r.self_ for r in run.intact_receipts()}
+    else:
+        assert _plain(run.receipts) == truth
+    path.unlink()
+    assert verify(url).exit_code == 0
+
+
 def test_any_bit_of_an_index_flipped_is_found(url: str) -> None:
     _grow(url, 1, 3)
     path = _indexes(url)[0]

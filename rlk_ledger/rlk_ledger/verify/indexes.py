@@ -56,6 +56,11 @@ def _differences(path: str, run_id: str, k: int, part: Part, said: Mapping[_Key,
     if {info.ledger_id} - {r.ledger_id for r in said.values()} and said:
         yield finding("index.differs", path, f"it is of ledger {info.ledger_id}")
         return
+    absent = next(((s, n) for m in (info.before, info.after) for s, n in sorted(m.items()) if (s, n) not in said), None)
+    if absent is not None:
+        what = f"receipt {absent[1]} of shipper {absent[0]}"
+        yield finding("index.differs", path, f"its marks name {what}, which is not there or cannot be read")
+        return
     covered = [(s, n) for s, last in sorted(info.after.items()) for n in range(info.before.get(s, -1) + 1, last + 1)]
     rows = Receipts(part.table, info.ledger_id, info.run_id)
     if all(key in said for key in covered) and rows.table.equals(to_table([said[key] for key in covered])):
