@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 from rlk_ledger.clients import CALL_S, LONG_S, SLOWEST, connect, permission
@@ -63,10 +64,8 @@ class FsspecStore:
             settle(self, path, data, error, self._why(error, "create"))
 
     def read(self, path: str) -> bytes:
-        # One GET: with more, s3fs asks for the size first, and lists where there is no object.
-        options = {"max_concurrency": 1} if self._protocol in ("s3", "s3a") else {}
         try:
-            return bytes(self._call("cat_file", self._target(path), limit_s=LONG_S, **options))
+            return bytes(self._call("cat_file", self._target(path), limit_s=LONG_S, **self._one_get()))
         except FileNotFoundError as error:
             self._check_bucket(error)
             raise Missing(f"{self.locate(path)} does not exist.") from None
@@ -115,7 +114,10 @@ class FsspecStore:
 
     def delete(self, path: str) -> None:
         try:
-            self._call("rm_file", self._target(path), limit_s=CALL_S)
+            try:
+                self._call("rm_file", self._target(path), limit_s=CALL_S)
+            except NotImplementedError:  # adlfs before 2026.2: it looks the object up first
+                self._call("rm", self._target(path), limit_s=CALL_S)
         except FileNotFoundError:
             return
         except Exception as error:
@@ -123,6 +125,11 @@ class FsspecStore:
 
     def locate(self, path: str) -> str:
         return f"{self.url}/{checked(path)}"
+
+    def _one_get(self) -> dict[str, int]:
+        """Options that make a download one request: s3fs, since 2026.3, else asks for the size first, and lists."""
+        cat_file = getattr(self.fs, "_cat_file", None) if self._protocol in ("s3", "s3a") else None
+        return {"max_concurrency": 1} if cat_file and "max_concurrency" in signature(cat_file).parameters else {}
 
     def _whole(self, size: int) -> dict[str, int]:
         """Options that make an upload one request: a condition on parts is one that stores forget.

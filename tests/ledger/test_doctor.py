@@ -297,6 +297,15 @@ def test_a_client_that_is_not_installed_is_named_with_its_pip_command(monkeypatc
     assert (found[-1].state, 'pip install "rlk-ledger[s3]"' in found[-1].text) == ("fail", True)
 
 
+@pytest.mark.parametrize(("there", "state"), [("2024.10.0", "fail"), ("2024.12.0", "ok"), ("2026.9.0", "ok")])
+def test_a_client_that_knows_no_conditional_writes_yet_is_told(monkeypatch, there: str, state: str) -> None:
+    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda name: ['s3fs>=2024.12; extra == "s3"'])
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: there)
+    found = by_name(machine.check_versions("s3://bucket/x"))["store client"]
+    assert found.state == state
+    assert (f"{there} for s3:// is older than 2024.12" in found.text) == (state == "fail")
+
+
 @pytest.mark.parametrize(
     ("offset", "state"), [(0.0, "ok"), (30.0, "warn"), (-30.0, "warn"), (3600.0, "fail"), (None, "unknown")]
 )

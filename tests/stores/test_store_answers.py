@@ -311,3 +311,35 @@ def test_an_azure_container_at_an_account_and_a_chained_url() -> None:
     assert not holds_secret("/data/team@site/x")
     with pytest.raises(ConfigError, match="chained file systems are no ledger"):
         open_store("simplecache::s3://bucket/x")
+
+
+def test_an_s3_client_of_before_parts_were_read_at_once_reads_with_one_request(told: Told, monkeypatch) -> None:
+    """s3fs before 2026.3 takes no option for it: its only way is one GET."""
+    import s3fs
+
+    newest = s3fs.S3FileSystem._cat_file
+
+    async def cat_file(self, path, version_id=None, start=None, end=None):
+        return await newest(self, path, version_id=version_id, start=start, end=end, max_concurrency=1)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", cat_file)
+    store = _s3(told, monkeypatch, CONFLICT, (200, DATA))
+    assert store.read("a") == DATA
+    assert [request.partition("?")[0] for request in told.requests] == ["GET /bucket/ledger/a"]
+
+
+def test_a_client_that_deletes_only_many_at_once_deletes_one(monkeypatch) -> None:
+    """adlfs before 2026.2 has no way to delete one blob by name."""
+    store = open_store("memory://before-rm-file")
+    assert isinstance(store, buckets.FsspecStore)
+    store.create("a/b", DATA)
+    store.create("a/c", DATA)
+
+    def not_yet(path: str) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(store.fs, "rm", store.fs.rm_file)
+    monkeypatch.setattr(store.fs, "rm_file", not_yet)
+    store.delete("a/b")
+    store.delete("a/b")
+    assert [entry.path for entry in store.list("")] == ["a/c"]

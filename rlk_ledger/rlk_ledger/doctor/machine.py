@@ -42,7 +42,7 @@ def check_versions(url: str | None) -> Iterator[Check]:
     scheme = (url or "").partition("://")[0] if "://" in (url or "") else ""
     client = CLIENTS.get(scheme)
     if client is not None:
-        yield _client(client, scheme)
+        yield _client(client, scheme, requires)
 
 
 def _libraries(requires: list[str]) -> Check:
@@ -73,13 +73,19 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.match(r"[0-9.]*", version)[0].split(".") if part)  # type: ignore[index]
 
 
-def _client(client: str, scheme: str) -> Check:
+def _client(client: str, scheme: str, requires: list[str]) -> Check:
     extra = {"s3fs": "s3", "gcsfs": "gcs", "adlfs": "azure"}[client]
+    advice = f'pip install --upgrade "rlk-ledger[{extra}]"'
     try:
-        return Check("store client", "ok", f"{client} {importlib.metadata.version(client)} for {scheme}://")
+        there = importlib.metadata.version(client)
     except importlib.metadata.PackageNotFoundError:
-        advice = f'pip install "rlk-ledger[{extra}]"'
-        return Check("store client", "fail", f"{client}, the client for {scheme}://, is not installed", advice)
+        text = f"{client}, the client for {scheme}://, is not installed"
+        return Check("store client", "fail", text, advice.replace("--upgrade ", ""))
+    matches = (_NEEDED.match(line.partition(";")[0].strip()) for line in requires)
+    least = next((match[2] for match in matches if match is not None and match[1] == client), "0")
+    if numbers(there) < numbers(least):
+        return Check("store client", "fail", f"{client} {there} for {scheme}:// is older than {least}", advice)
+    return Check("store client", "ok", f"{client} {there} for {scheme}://")
 
 
 def check_configuration(url: str | None) -> Iterator[Check]:
