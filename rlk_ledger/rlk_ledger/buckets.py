@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
-from rlk_ledger.clients import CALL_S, LONG_S, SLOWEST, connect, permission
+from rlk_ledger.clients import CALL_S, LONG_S, SLOWEST, advice, connect, permission
 from rlk_ledger.store import Entry, Missing, checked, reason, settle
 from rlk_ledger_schemas.errors import StoreError
 
@@ -158,7 +158,8 @@ class FsspecStore:
         """Why the client failed, and which permission is missing where that is the reason."""
         text = reason(error)
         if not isinstance(error, PermissionError) and not _DENIED.search(f"{text} {getattr(error, 'error_code', '')}"):
-            return text
+            then = advice(self._protocol, text)
+            return f"{text}; {then}" if then else text
         if not _DENIED.search(f"{text} {getattr(error, 'error_code', '')}"):
             return f"{text} (the credentials in use are refused)"
         needs = permission(self._protocol, verb)

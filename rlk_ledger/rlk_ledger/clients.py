@@ -7,6 +7,7 @@ Endpoints and credentials come from where the client itself looks: its environme
 import asyncio
 import logging
 import os
+import re
 import weakref
 from collections.abc import Mapping
 from types import MethodType
@@ -34,6 +35,18 @@ _PERMISSIONS = {
         "delete": "blobs/delete (Storage Blob Data Contributor)",
     },
 }
+_CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gcs": "set GOOGLE_APPLICATION_CREDENTIALS",
+    "azure": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_ENDPOINTS = {"s3": " (AWS_ENDPOINT_URL)", "gcs": " (STORAGE_EMULATOR_HOST)", "azure": " (account name)"}
+_NO_CREDENTIALS = re.compile(r"locate credentials|connection_string or account_name|default credentials", re.IGNORECASE)
+_NO_SERVER = re.compile(
+    r"could not connect|cannot connect|connect call failed|name or service not known|connection refused|"
+    r"name resolution|invalid endpoint",
+    re.IGNORECASE,
+)
 _ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST")
 # Keyed by process too: a client works on a thread that does not survive a fork.
 _held: dict[tuple[Any, ...], Any] = {}
@@ -71,12 +84,24 @@ def connect(url: str, protocol: str) -> tuple[Any, str]:
         how = f'pip install "rlk-ledger[{extra}]"' if extra else f"install the fsspec client for {protocol}://"
         raise ConfigError(f"{url}: the client for {protocol}:// is not installed ({error}); {how}.") from None
     except ValueError as error:
-        raise ConfigError(f"{url}: {str(error).splitlines()[0]}; use a path, file://, s3://, gs:// or az://.") from None
+        text = str(error).splitlines()[0].rstrip("!. ")
+        then = advice(protocol, text) or "use a path, file://, s3://, gs:// or az://"
+        raise ConfigError(f"{url}: {text}; {then}.") from None
 
 
 def permission(protocol: str, verb: str) -> str:
     """What the store's own language calls the right to `verb` (create, read, list, delete)."""
     return _PERMISSIONS.get(_EXTRA.get(protocol, protocol), {}).get(verb, verb)
+
+
+def advice(protocol: str, text: str) -> str | None:
+    """What to do about a client's own sentence: no credentials, or nobody at the address; None for any other."""
+    client = _EXTRA.get(protocol, protocol)
+    if _NO_CREDENTIALS.search(text):
+        return _CREDENTIALS.get(client)
+    if _NO_SERVER.search(text):
+        return f"check the network and the endpoint{_ENDPOINTS.get(client, '')}"
+    return None
 
 
 def _kind(kind: Any, protocol: str) -> Any:

@@ -129,8 +129,8 @@ def load_config(
     budget = _number("budget_bytes", get("budget_bytes"), "RLK_BUDGET_BYTES", DEFAULT_BUDGET, SMALLEST_BUDGET)
     anchor = env("RLK_ANCHOR")
     if anchor is not None:
-        _url(anchor, "RLK_ANCHOR")  # the shipper reads this one too
-    address = _url(url, "the ledger URL")
+        checked_url(anchor, "RLK_ANCHOR")  # the shipper reads this one too
+    address = checked_url(url, "the ledger URL")
     redaction = Redaction.load(run["redaction"], env("RLK_REDACTION_KEY"))
     run["redaction_key_id"] = redaction.key_id
     if address.startswith("memory://") and shipper == "process":
@@ -244,8 +244,11 @@ def _checked(type_name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return present
 
 
-def _url(url: Any, what: str) -> str:
-    """A URL of a ledger or an anchor; a local path becomes absolute, because the shipper runs elsewhere."""
+def checked_url(url: Any, what: str) -> str:
+    """The URL of a ledger or an anchor; a local path becomes absolute, because the shipper runs elsewhere.
+
+    Raises ConfigError, naming `what` it was to be.
+    """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text.strip() or "\n" in text or not _is_path(text):
         raise ConfigError(f"init: {what} {url!r} is not a path or a URL such as s3://bucket/prefix.")

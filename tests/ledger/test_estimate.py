@@ -158,6 +158,8 @@ def test_the_command_prints_both_forms_and_refuses_an_unknown_part(capsys: pytes
     out = capsys.readouterr().out
     assert "per million tokens" in out
     assert "real token ids may compress better" in out
+    assert cli.main(["doctor", "--tokens", "50000"]) == 2, "and not a check of the machine"
+    assert "give --estimate with it" in capsys.readouterr().err
     assert cli.main(["doctor", "--estimate", "--record", "ids,tokens"]) == 2
     assert "choose from ids, rollout, training, layouts" in capsys.readouterr().err
     with pytest.raises(UsageError, match="is empty"):

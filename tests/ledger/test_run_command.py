@@ -129,6 +129,17 @@ def test_a_command_that_is_not_there_or_is_no_program_answers_as_a_shell_does(st
     assert ended(start())[0] == 2
 
 
+def test_a_job_without_a_ledger_is_not_told_that_something_is_committed(start) -> None:
+    code, err = ended(start("--", "true", env={"RLK_LEDGER": ""}))
+    assert (code, "RLK_LEDGER is not set" in err, "is committed" in err) == (0, True, False)
+
+
+def test_a_mistyped_ledger_is_refused_before_the_job_runs(start, tmp_path: Path) -> None:
+    code, err = ended(start("--ledger", "s3:/bucket/x", "--", "touch", str(tmp_path / "ran")))
+    assert (code, "--ledger 's3:/bucket/x' lacks a slash" in err) == (2, True)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_signal_reaches_the_job_once_and_its_answer_is_the_exit_code(start, job: Path, environment) -> None:
     process = start("--", sys.executable, str(job), "5", "wait")
     assert process.stdout.readline() == "recorded\n"
@@ -345,34 +356,41 @@ def test_as_process_1_it_forwards_a_stop_and_commits_before_the_container_dies(s
 def test_the_terminal_is_the_jobs_and_its_interrupt_arrives_once(environment, tmp_path: Path) -> None:
     """Ctrl-C goes to the whole foreground group: a supervisor that passed it on would interrupt the job twice.
 
-    The job counts until it hears SIGUSR1, which the supervisor takes from its queue after SIGINT.
+    Two that come at once are one to the kernel, so it is done ten times. The job tells its count when it hears SIGUSR1,
+    which the supervisor takes from its queue after SIGINT.
     """
     code = (
-        "import signal, sys, time\n"
-        "seen = []\n"
-        "for number in (signal.SIGINT, signal.SIGUSR1):\n    signal.signal(number, lambda n, _: seen.append(n))\n"
+        "import os, signal, sys\n"
+        "count = 0\n"
+        "def note(*_):\n    global count\n    count += 1\n"
+        "signal.signal(signal.SIGINT, note)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'counted %d.' % count))\n"
         "print('ready', sys.stdin.isatty(), flush=True)\n"
         "line = sys.stdin.readline().strip()\n"
-        "while signal.SIGUSR1 not in seen:\n    time.sleep(0.01)\n"
-        "print('got', line, seen.count(signal.SIGINT), flush=True)\n"
+        "print('got', line, flush=True)\n"
     )
     pid, fd = pty.fork()
     if pid == 0:
         os.execve(sys.executable, [*RLK, "run", "--", sys.executable, "-c", code], environment)
     seen = b""
 
-    def read(text: bytes) -> None:
+    def read(text: bytes) -> bytes:
         nonlocal seen
         while text not in seen:
             seen += os.read(fd, 4096)
+        before, _, seen = seen.partition(text)
+        return before
 
     try:
         read(b"ready True")
-        os.write(fd, b"\x03")
-        read(b"^C")
+        for times in range(1, 11):
+            os.write(fd, b"\x03")
+            read(b"^C")
+            os.kill(pid, signal.SIGUSR1)
+            read(b"counted ")
+            assert int(read(b".")) == times
         os.write(fd, b"hello\n")
-        os.kill(pid, signal.SIGUSR1)
-        read(b"got hello 1")
+        read(b"got hello")
     finally:
         os.waitpid(pid, 0)
         os.close(fd)

@@ -72,5 +72,10 @@ def test_the_least_rights_a_job_needs_are_enough(seaweedfs: Any, name: str, tmp_
 def test_credentials_that_are_refused_and_a_server_that_is_gone_fail(seaweedfs: Any, name: str, tmp_path: Path) -> None:
     code, rows = doctor(seaweedfs, seaweedfs.url(name), tmp_path, **seaweedfs.environ_of("nobody", "nothing"))
     assert (code, rows["bucket get"]["state"]) == (1, "fail")
+    assert "which credentials this process finds" in rows["bucket get"]["advice"], "not that a right is lacking"
     code, rows = doctor(seaweedfs, seaweedfs.url(name), tmp_path, AWS_ENDPOINT_URL="http://127.0.0.1:9")
-    assert (code, rows["bucket get"]["state"]) == (1, "fail")
+    assert (code, rows["bucket get"]["state"], rows["bucket get"]["advice"]) == (1, "fail", None)
+    assert "check the network and the endpoint (AWS_ENDPOINT_URL)" in rows["bucket get"]["text"]
+    gone = seaweedfs.url(name).replace("s3://", "s3://no-such-")
+    code, rows = doctor(seaweedfs, gone, tmp_path)
+    assert (code, "a job makes no bucket" in rows["bucket get"]["advice"]) == (1, True)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,39 +22,30 @@ _MARKS = {
 }
 _STYLES = {"warn": "yellow", "fail": "bold red", "unknown": "bold magenta"}
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _shape(name: str, metavar: str, type_: Any, default: Any, text: str) -> Callable[[_Command], _Command]:
+    """An option that says what the run of --estimate looks like."""
+    return click.option(name, type=type_, metavar=metavar, default=default, show_default=True, help=text)
+
 
 @click.command()
 @terminal.ledger_option
 @click.option("--spool", metavar="DIR", help="The spool directory (default: RLK_SPOOL, else /var/tmp/rlk-UID).")
 @click.option("--estimate", is_flag=True, help="Say what a run will write, from events of its shape; no check is made.")
-@click.option(
-    "--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Response tokens of the run."
-)
-@click.option("--response", type=click.IntRange(1), default=512, show_default=True, help="Response tokens a sample.")
-@click.option("--prompt", type=click.IntRange(0), default=256, show_default=True, help="Prompt tokens a sample.")
-@click.option("--group", type=click.IntRange(1), default=8, show_default=True, help="Samples that share a prompt.")
-@click.option(
-    "--passes", type=click.IntRange(1), default=1, show_default=True, help="Training passes over each sample."
-)
-@click.option(
-    "--record", metavar="LIST", default="ids,rollout,training,layouts", show_default=True, help="What is recorded."
-)
-@click.option("--redaction", type=click.Choice(["none", "hash", "drop"]), default="none", show_default=True)
-@click.option("--processes", type=click.IntRange(1), default=2, show_default=True, help="Recording processes.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines, one shipper each.")
-@click.option(
-    "--hours", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="Duration of the run."
-)
-@click.option(
-    "--flush", type=click.FloatRange(0), default=0.0, show_default=True, help="Seconds between flushes; 0 for none."
-)
-@click.option(
-    "--checkpoint",
-    type=click.FloatRange(0),
-    default=300.0,
-    show_default=True,
-    help="Seconds between checkpoints; 0 for none.",
-)
+@_shape("--tokens", "N", click.IntRange(1), 1_000_000, "Response tokens of the run.")
+@_shape("--response", "N", click.IntRange(1), 512, "Response tokens a sample.")
+@_shape("--prompt", "N", click.IntRange(0), 256, "Prompt tokens a sample.")
+@_shape("--group", "N", click.IntRange(1), 8, "Samples that share a prompt.")
+@_shape("--passes", "N", click.IntRange(1), 1, "Training passes over each sample.")
+@_shape("--record", "LIST", str, "ids,rollout,training,layouts", "What is recorded.")
+@_shape("--redaction", "HOW", click.Choice(["none", "hash", "drop"]), "none", "What leaves: none, hash or drop.")
+@_shape("--processes", "N", click.IntRange(1), 2, "Recording processes.")
+@_shape("--nodes", "N", click.IntRange(1), 1, "Machines, one shipper each.")
+@_shape("--hours", "HOURS", click.FloatRange(0, min_open=True), 1.0, "Duration of the run.")
+@_shape("--flush", "SECONDS", click.FloatRange(0), 0.0, "Time between flushes; 0 for none.")
+@_shape("--checkpoint", "SECONDS", click.FloatRange(0), 300.0, "Time between checkpoints; 0 for none.")
 @terminal.output_options
 @click.pass_context
 def doctor(
@@ -75,6 +66,9 @@ def doctor(
             found = measure(Workload.of(shape))
         _show(found, as_json)
         return
+    given = [name for name in shape if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    if given:
+        raise click.UsageError(f"--{given[0]} says what a run looks like: give --estimate with it.")
     from rlk_ledger.doctor import doctor as look
     from rlk_ledger.doctor.check import Check, exit_code
 
@@ -139,14 +133,17 @@ def _show(found: "Estimate", as_json: bool) -> None:
     work = found.workload
     terminal.say(
         f"{work.tokens:,} response tokens in {found.samples:,} samples of {work.response} ({', '.join(work.parts)}; "
-        f"redaction {work.redaction}), {work.processes} processes on {work.nodes} nodes, {work.hours:g} h"
+        f"redaction {work.redaction}), {terminal.count(work.processes, 'process')} on "
+        f"{terminal.count(work.nodes, 'node')}, {work.hours:g} h"
     )
     rows = [_row("per million tokens", million), _row("the whole run", found.total)]
-    rows += [_row(f"  {name}", part) for name, part in found.parts.items()]
-    terminal.table(["", "GB", "PUT", "GET", "HEAD", "LIST"], rows, right=["GB", "PUT", "GET", "HEAD", "LIST"])
+    parts = dict(found.parts)  # the requests for a segment are counted with its receipt's: they go together
+    parts = {"segments and receipts": parts.pop("segments") + parts.pop("receipts"), **parts}
+    rows += [_row(f"  {name}", part) for name, part in parts.items()]
+    terminal.table(["", "bytes", "PUT", "GET", "HEAD", "LIST"], rows, right=["bytes", "PUT", "GET", "HEAD", "LIST"])
     terminal.say(
-        f"{found.events:,} events pass through the spools ({terminal.size_text(found.spool_bytes)}) into "
-        f"{found.segments:,} segments and {found.checkpoints:,} checkpoints."
+        f"{terminal.count(found.events, 'event')} pass through the spools ({terminal.size_text(found.spool_bytes)}) "
+        f"into {terminal.count(found.segments, 'segment')} and {terminal.count(found.checkpoints, 'checkpoint')}."
     )
     terminal.say(
         "Measured on generated events of this shape and scaled: real token ids may compress better. A segment leaves "
@@ -156,4 +153,4 @@ def _show(found: "Estimate", as_json: bool) -> None:
 
 def _row(name: str, amount: "Amount") -> list[str]:
     counts = (f"{round(amount.requests[verb]):,}" for verb in ("PUT", "GET", "HEAD", "LIST"))
-    return [name, f"{amount.bytes / 1e9:.4f}", *counts]
+    return [name, terminal.size_text(round(amount.bytes)), *counts]

@@ -42,11 +42,12 @@ def run(
     when it cannot be run; 2 when `run` itself was called wrongly.
     """
     from rlk_ledger.supervise import Supervisor, say
-    from rlk_ledger_sdk.config import disabled, spool_folder
+    from rlk_ledger_sdk.config import checked_url, disabled, spool_folder
 
     if spool is not None:
         os.environ["RLK_SPOOL"] = spool
     if url is not None:
+        checked_url(url, "--ledger")  # before the job runs; as it was given, the job's directory is ours
         os.environ["RLK_LEDGER"] = url
     folder = spool_folder()
     supervisor = Supervisor(folder, grace, say, ship=not disabled())
@@ -96,6 +97,10 @@ def _statement(folder: Path, ended: "Ended", earlier: set[str]) -> tuple[list[st
 
 def _lines(folder: Path, ended: "Ended", waiting: "list[Left]", events: int) -> list[str]:
     if ended.drained:
+        if not os.environ.get("RLK_LEDGER"):
+            return [
+                "nothing is left to ship; RLK_LEDGER is not set: a job that names no ledger itself records nothing."
+            ]
         return ["everything that was recorded is committed."] if folder.is_dir() else []
     lines = []
     if waiting:

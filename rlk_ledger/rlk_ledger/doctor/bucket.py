@@ -101,7 +101,11 @@ class _Permitted:
             self.reachable = True
             return [Check("bucket get", "ok", f"{self.store.url} is answered; no ledger is there yet")]
         except StoreError as error:
-            return [Check("bucket get", "fail", str(error), "the job needs to read objects below its prefix")]
+            return [
+                Check(
+                    "bucket get", "fail", str(error), _advice(error, "the job needs to read objects below its prefix")
+                )
+            ]
         self.reachable = True
         ledger = decode_ledger(data, layout.LEDGER)
         out = [Check("bucket get", "ok", f"ledger {ledger.ledger_id} (format {ledger.format}) was read")]
@@ -114,7 +118,9 @@ class _Permitted:
         try:
             honoured = probe(self.store)
         except StoreError as error:
-            return [Check("bucket put", "fail", str(error), "the job needs to put objects below its prefix")]
+            return [
+                Check("bucket put", "fail", str(error), _advice(error, "the job needs to put objects below its prefix"))
+            ]
         self._written = True
         put = Check("bucket put", "ok", f"two small objects stand below {layout.CANARY}/ and read back as written")
         if honoured == "honoured":
@@ -131,7 +137,7 @@ class _Permitted:
         try:
             names = self.store.children("")
         except StoreError as error:
-            return [Check("bucket list", "fail", str(error), "the job needs to list its prefix")]
+            return [Check("bucket list", "fail", str(error), _advice(error, "the job needs to list its prefix"))]
         return [Check("bucket list", "ok", f"the prefix can be listed ({len(names)} names at its top)")]
 
     def _latency(self) -> list[Check]:
@@ -145,6 +151,16 @@ class _Permitted:
         if middle > _SLOW_MS:
             return [Check("bucket latency", "warn", text, "use a bucket in the job's region; flushes wait for it")]
         return [Check("bucket latency", "ok", text)]
+
+
+def _advice(error: StoreError, right: str) -> str | None:
+    """What to do about a call that failed: a right is lacking, unless the error says that it is something else."""
+    text = str(error)
+    if "bucket does not exist" in text:
+        return "check the URL and the endpoint; a job makes no bucket"
+    if "credentials in use are refused" in text:
+        return "check which credentials this process finds (AWS_PROFILE, a role, an expired token)"
+    return None if "; check the network" in text or "; set " in text else right
 
 
 def _answered(name: str, check: Callable[[], list[Check]], answer_s: float) -> list[Check]:
