@@ -392,8 +392,8 @@ def test_the_terminal_is_the_jobs_and_its_interrupt_arrives_once(environment, tm
         os.write(fd, b"hello\n")
         read(b"got hello")
     finally:
+        os.close(fd)  # whoever still runs there is hung up on
         os.waitpid(pid, 0)
-        os.close(fd)
 
 
 def test_the_supervisor_is_small_while_the_job_runs(start) -> None:
