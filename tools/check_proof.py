@@ -135,16 +135,16 @@ def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text;
     return f"{proved}, {' and '.join(trust) or alone}\nnot proved: that what was recorded is true, or its clocks right"
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("bundle")
-    parser.add_argument("--key", action="append", default=[], help="C2SP vkey, or its file, that must have signed")
-    parser.add_argument("--checkpoint", help="a checkpoint that you kept elsewhere")
+    parser.add_argument("bundle", metavar="BUNDLE", help="what `rlk-ledger prove -o` wrote")
+    parser.add_argument("--key", metavar="VKEY|FILE", action="append", default=[], help="C2SP vkey, or its file, that must have signed")
+    parser.add_argument("--checkpoint", metavar="NOTE", help="a checkpoint that you kept elsewhere")
     given = parser.parse_args()
     try:
         texts = [pathlib.Path(x).read_bytes().decode() for x in (given.bundle, given.checkpoint) if x]
         vkeys = [pathlib.Path(x).read_text().strip() if pathlib.Path(x).is_file() else x for x in given.key]
         bundle, kept = json.loads(texts[0]), texts[1] if given.checkpoint else None
     except (OSError, ValueError, RecursionError) as error:
-        parser.error(str(error))
+        parser.error(f"BUNDLE is what `rlk-ledger prove -o` wrote, NOTE what `checkpoint -o` wrote: {error}")
     try: print(check(bundle, vkeys, kept))
     except Exception as error: sys.exit(f"not proved: {error}")
 if __name__ == "__main__": main()
