@@ -210,6 +210,19 @@ def test_ship_until_idle_ships_what_dead_writers_left(capsys, new_writer, spool:
     assert run(capsys, "verify", "--ledger", url)[0] == 0
 
 
+def test_ship_serves_a_spool_on_a_network_file_system_that_is_asked_for_by_name(
+    capsys, new_writer, spool: Path, url: str, monkeypatch
+) -> None:
+    from rlk_ledger import service
+
+    monkeypatch.setattr(service.serve, "__defaults__", (None, 0.0, lambda error: None, 0.0, None))
+    new_writer(dead=True).many(2)
+    monkeypatch.setenv("RLK_SPOOL", f"nfs:{spool}")
+    monkeypatch.chdir(spool.parent)
+    assert run(capsys, "ship", "--until-idle", "--json")[0] == 0
+    assert run(capsys, "runs", "--ledger", url)[0] == 0, "what init() calls by this name is what ship serves"
+
+
 def test_a_closed_pipe_is_quiet(ledger: str) -> None:
     arguments = ["show", "r1", "--ledger", ledger, "--json"]
     code = f"import sys; from rlk_ledger import cli; sys.exit(cli.main({arguments!r}))"

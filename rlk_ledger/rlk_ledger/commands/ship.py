@@ -1,6 +1,5 @@
 """`ship` and `recover`: from the spool into the ledger by hand."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,8 @@ if TYPE_CHECKING:
     from rlk_ledger.recover import Recovered, RunTotal
 
 
-def _default_spool() -> str:
-    return f"/var/tmp/rlk-{os.getuid()}"
-
-
 @click.command()
-@click.option(
-    "--spool", type=click.Path(path_type=Path), envvar="RLK_SPOOL", default=_default_spool, help="The spool directory."
-)
+@click.option("--spool", metavar="DIR", help="The spool directory (default: RLK_SPOOL, else /var/tmp/rlk-UID).")
 @click.option("--until-idle", is_flag=True, help="Leave when everything is shipped and no writer lives.")
 @click.option(
     "--grace",
@@ -31,7 +24,7 @@ def _default_spool() -> str:
 )
 @terminal.output_options
 @click.pass_context
-def ship(ctx: click.Context, spool: Path, until_idle: bool, grace: float, as_json: bool) -> None:
+def ship(ctx: click.Context, spool: str | None, until_idle: bool, grace: float, as_json: bool) -> None:
     """Carry events from a spool directory into their ledgers.
 
     Runs until stopped; each spool names its ledger. Returns at once when another shipper serves the spool. Exit codes:
@@ -45,32 +38,36 @@ def ship(ctx: click.Context, spool: Path, until_idle: bool, grace: float, as_jso
 
     stay_small()
     from rlk_ledger.service import serve
+    from rlk_ledger_sdk.config import spool_place
     from rlk_ledger_sdk.status import lock_is_free
 
-    if until_idle and not spool.is_dir():
-        raise click.UsageError(f"{spool} is not a directory: nothing was spooled there; check --spool and RLK_SPOOL.")
-    if spool.is_dir() and not lock_is_free(spool):
-        served = f"another shipper serves {spool.absolute()}; it ships what is there."
-        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": 0}) if as_json else terminal.say(served)
+    folder = spool_place(spool)[0]
+    if until_idle and not folder.is_dir():
+        raise click.UsageError(f"{folder} is not a directory: nothing was spooled there; check --spool and RLK_SPOOL.")
+    if folder.is_dir() and not lock_is_free(folder):
+        if as_json:  # what waits is the other one's to count
+            terminal.echo_json({"spool": str(folder), "exit_code": 0, "waiting_events": None})
+        else:
+            terminal.say(f"another shipper serves {folder}; it ships what is there.")
         return
     stop, halt = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: halt.set() if stop.is_set() else stop.set())
     code = serve(
-        spool,
+        folder,
         until_idle,
         stop,
         tell=lambda error: click.echo(f"waiting: {error}", err=True),
         grace_s=grace,
         halt=halt,
     )
-    left = _waiting(spool) if code or stop.is_set() else 0
+    left = _waiting(folder) if code or stop.is_set() else 0
     code = 1 if left else code
     if as_json:
-        terminal.echo_json({"spool": str(spool.absolute()), "exit_code": code, "waiting_events": left})
+        terminal.echo_json({"spool": str(folder), "exit_code": code, "waiting_events": left})
     elif left:
         why = "stopped" if stop.is_set() else "gave up: the bucket does not answer"
-        terminal.say(f"{why}. The events are safe in {spool}: {left} wait, `rlk-ledger recover {spool}` ships them.")
+        terminal.say(f"{why}. The events are safe in {folder}: {left} wait, `rlk-ledger recover {folder}` ships them.")
     ctx.exit(code)
 
 
