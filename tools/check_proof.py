@@ -136,7 +136,7 @@ def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text;
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("bundle", metavar="BUNDLE", help="what `rlk-ledger prove -o` wrote")
-    parser.add_argument("--key", metavar="VKEY|FILE", action="append", default=[], help="C2SP vkey, or its file, that must have signed")
+    parser.add_argument("--key", action="append", default=[], help="C2SP vkey, or its file, that must have signed")
     parser.add_argument("--checkpoint", metavar="NOTE", help="a checkpoint that you kept elsewhere")
     given = parser.parse_args()
     try:
