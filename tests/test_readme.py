@@ -77,6 +77,17 @@ def test_the_first_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert last.returncode == 1
 
 
+def test_the_evidence_is_made_and_checked_from_python(tmp_path: Path) -> None:
+    for name in ("side.py", "believe.py"):
+        (tmp_path / name).write_text(block(name))
+    for command in ("python side.py rollout 1.0 -0.5 -1.2 -0.1", "python side.py training 1.0 -0.5 -1.2 -0.1"):
+        assert run(command, tmp_path).returncode == 0
+    done = run("python believe.py", tmp_path)
+    assert (done.stdout, done.stderr) == ("intact\n", "")
+    checker = Path(__file__).parents[1] / "tools" / "check_proof.py"
+    assert run(f"python -I -S {checker} proof.json", tmp_path).returncode == 0
+
+
 def test_the_strict_step_prints_what_left_the_batch_and_what_drifted(tmp_path: Path) -> None:
     (tmp_path / "strict_step.py").write_text(block("strict_step.py"))
     last, _ = play("strict", tmp_path)
