@@ -132,7 +132,7 @@ def run_tables(
     for segment in run.segments(kinds, steps, samples):
         try:
             try:
-                table = read_segment(run.store.read(segment.path), kinds)
+                table = read_segment(run.intact(segment), kinds)
             except Missing:
                 table = build_table(run.outliving(segment, kinds))
         except (Missing, FormatError) as error:

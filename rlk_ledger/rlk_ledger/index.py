@@ -13,7 +13,7 @@ An index is never evidence. It can be deleted; a damaged one is passed over; `ve
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 

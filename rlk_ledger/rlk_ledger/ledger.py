@@ -106,7 +106,8 @@ class Run:
         """Writers of whom two receipts hold overlapping sequence numbers: a hand-over repeated some events."""
         return frozenset(writer_id for writer_id, held in self.held.writers.items() if held.shared)
 
-    def _intact(self, segment: SegmentFile) -> bytes:
+    def intact(self, segment: SegmentFile) -> bytes:
+        """The bytes of a segment; raises Missing, and FormatError when they are not those its receipt describes."""
         data = self.store.read(segment.path)
         if sha256(data) != segment.receipt.segment.sha256:
             raise FormatError("its bytes are not those its receipt describes.")
@@ -131,7 +132,7 @@ class Run:
         """The records of one segment, or what outlives it once it is pruned; raises LedgerError for a damaged one."""
         try:
             try:
-                yield from read_records(self._intact(segment), types)
+                yield from read_records(self.intact(segment), types)
             except Missing:
                 yield from self.outliving(segment, types)
         except (Missing, FormatError) as error:
@@ -160,7 +161,7 @@ class Run:
     def _of_types(self, receipt: Receipt, types: Collection[str]) -> Iterator[Record]:
         path = layout.segment_path(self.run_id, receipt.segment.name)
         try:
-            yield from read_records(self._intact(SegmentFile(path, receipt)), types)
+            yield from read_records(self.intact(SegmentFile(path, receipt)), types)
         except (Missing, FormatError) as error:
             raise LedgerError(f"{path}: {error} Run `rlk-ledger verify {self.run_id}`.") from None
 

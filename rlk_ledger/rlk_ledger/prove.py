@@ -155,7 +155,7 @@ def find_sample(run: Run, sample_id: str) -> Iterator[tuple[EventName, str]]:
     seen = set()
     for segment in run.segments(samples=[sample_id]):
         try:
-            table = read_segment(run.store.read(segment.path))
+            table = read_segment(run.intact(segment))
         except Missing:
             continue
         except FormatError as error:

@@ -89,7 +89,7 @@ def _tokens(run: Run) -> dict[str, int]:
     tokens = active = 0
     for segment in run.segments({"rollout.sample"}):
         try:
-            table = read_segment(run.store.read(segment.path), {"rollout.sample"})
+            table = read_segment(run.intact(segment), {"rollout.sample"})
         except Missing:
             run.outliving(segment)  # or it would be missing, not pruned
             continue

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlk_ledger import anchors, checkpoints, cli, layout, seals, signing
 from rlk_ledger.build import build, event
 from rlk_ledger.chain import Chain
 from rlk_ledger.contact import meet
+from rlk_ledger.ledger import open_ledger
 from rlk_ledger.records import Record
 from rlk_ledger.segments import read_records
 from rlk_ledger.signing import Signer
@@ -25,6 +28,7 @@ from rlk_ledger.store import open_store
 from rlk_ledger.verify import VerifyResult, verify
 from rlk_ledger_schemas.checkpoints import Checkpoint, decode_checkpoint
 from rlk_ledger_schemas.codec import decode_envelope
+from rlk_ledger_schemas.errors import LedgerError
 from rlk_ledger_schemas.findings import Exit
 from rlk_ledger_schemas.objects import RunInfo, decode_receipt
 from rlk_ledger_schemas.seals import encode_seal
@@ -615,3 +619,20 @@ def test_what_came_after_a_copy_is_shown_whatever_covers_it_in_the_bucket(
             counts = (0, 3)
         assert (result.exit_code, summary.signed, summary.uncovered) == (Exit.OK, *counts)
         assert [text.startswith("3 of ") and "newest" in text for text in told] == [True] * (counts[1] > 0)
+
+
+def test_no_reader_answers_from_a_segment_that_is_not_the_one_its_receipt_describes(bucket: Bucket) -> None:
+    """A column that says otherwise than the event, and bytes that no longer follow from the receipt: refused, not read.
+
+    Whoever recomputes the receipt too meets the checkpoint.
+    """
+    path = next(p for p in sorted(bucket.run.glob("segment/*/*")) if b"logprobs" in p.read_bytes())
+    table = pq.read_table(path)
+    step = pa.array([777] * len(table), table.schema.field("step").type)
+    pq.write_table(table.set_column(table.schema.get_field_index("step"), "step", step), path)
+    ledger = open_ledger(str(bucket.root))
+    for question in ("select max(step) from logprobs", "select count(*) from events", "select * from drift"):
+        with pytest.raises(LedgerError, match="not those its receipt describes"):
+            ledger.sql(question).arrow()
+    with pytest.raises(LedgerError, match="not those its receipt describes"):
+        list(ledger.read_events(RUN))
