@@ -117,8 +117,8 @@ def _say_covered(result: "VerifyResult", keyed: bool) -> None:
         behind = (
             f", {terminal.count(later, 'later receipt')} {'bears' if later == 1 else 'bear'} a registered signature"
         )
-        signed = " signed by a given key" if keyed else ""
-        text = f"covered by checkpoints{signed} of {terminal.count(len(some), 'run')}"
+        signed = ", signed by a given key" if keyed else ""
+        text = f"covered by checkpoints of {terminal.count(len(some), 'run')}{signed}"
         terminal.say(f"{text}: {terminal.count(receipts, 'receipt')}{behind if later else ''}", "dim")
     if bare:
         which = bare[0].run_id if len(bare) == 1 else f"{len(bare)} runs"
@@ -131,7 +131,11 @@ def _say_covered(result: "VerifyResult", keyed: bool) -> None:
 
 def _agreed(result: "VerifyResult") -> str:
     told = ("checkpoint.changed", "checkpoint.missing", "receipt.missing", "receipt.replaced", "ledger.changed")
-    return "" if any(f.kind in told for f in result.findings) else ", and nothing departs from them"
+    return (
+        ""
+        if any(f.kind in told for f in result.findings)
+        else ", and nothing departs from " + ("it" if result.copies == 1 else "them")
+    )
 
 
 def _place(item: "Finding") -> str:
