@@ -137,6 +137,24 @@ def test_what_is_recorded_and_how_long_the_run_lasts_is_what_counts() -> None:
     assert dropped.total.bytes < whole.total.bytes < hashed.total.bytes
 
 
+@pytest.mark.parametrize(
+    ("work", "samples", "events", "segments", "checkpoints"),
+    [
+        # 1954 samples of 3 events, a prompt for 8 of them, a layout for 64; 6 rolls of 10 minutes and 2 last flushes
+        (Workload(), 1954, 6137, 6 + 2, 8),
+        # on each of 3 nodes 12 rolls, and 10 last flushes; 24 periods of 5 minutes, and one when each node leaves
+        (Workload(nodes=3, processes=10, hours=2.0), 1954, 6137, 3 * 12 + 10, 24 + 3),
+        # a flush a minute, and a checkpoint at each end of a node
+        (Workload(nodes=2, processes=2, hours=0.5, flush=60.0, checkpoint=3600.0), 1954, 6137, 2 * 30 + 2, 1 + 2),
+    ],
+)
+def test_how_often_things_happen_is_what_a_hand_counts(
+    work: Workload, samples: int, events: int, segments: int, checkpoints: int
+) -> None:
+    said = estimate(work)
+    assert (said.samples, said.events, said.segments, said.checkpoints) == (samples, events, segments, checkpoints)
+
+
 def test_the_numbers_for_a_million_tokens_do_not_depend_on_how_many_there_are() -> None:
     few, many = (estimate(Workload(tokens=tokens, hours=100.0 * tokens / 1e9)) for tokens in (10**8, 10**9))
     assert near(few.per_million().bytes, many.per_million().bytes, 1.05)

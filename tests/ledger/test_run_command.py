@@ -16,6 +16,8 @@ import pytest
 from rlk_ledger.verify import verify
 
 RLK = [sys.executable, "-m", "rlk_ledger"]
+CALM = ["env", "--default-signal"]
+"""Starts with every signal as it is by default: who runs the tests in a shell's background ignores SIGINT."""
 DEAD_BUCKET = "/proc/nowhere"
 COMMITTED = "rlk-ledger run: everything that was recorded is committed."
 
@@ -70,7 +72,7 @@ def start(environment: dict[str, str], tmp_path: Path):
     def run(*words: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
         variables = environment | options.pop("env", {})
         process = subprocess.Popen(
-            [*prefix, *RLK, "run", *words],
+            [*CALM, *prefix, *RLK, "run", *words],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
