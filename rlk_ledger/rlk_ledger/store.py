@@ -6,6 +6,8 @@ Paths are relative to the root, use `/`, and cannot leave it.
 """
 
 import contextlib
+import errno
+import io
 import os
 import re
 import secrets
@@ -128,13 +130,29 @@ class FileStore:
             settle(self, path, data, refused, reason(refused))
 
     def read(self, path: str) -> bytes:
+        with self.open(path) as file:
+            try:
+                return file.read()
+            except OSError as error:
+                raise StoreError(f"cannot read {self.root / path}: {reason(error)}.") from error
+
+    def open(self, path: str) -> io.FileIO:
+        """The object, unbuffered. Only a regular file is one: a pipe, device or folder in its place is `Missing`.
+
+        Raises Missing and StoreError; nothing is waited for.
+        """
         target = self.root / checked(path)
         try:
-            return target.read_bytes()
-        except FileNotFoundError:
+            fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return io.FileIO(fd)
+            os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
             raise Missing(f"{target} does not exist.") from None
         except OSError as error:
-            raise StoreError(f"cannot read {target}: {reason(error)}.") from error
+            if error.errno != errno.ENXIO:  # a socket
+                raise StoreError(f"cannot read {target}: {reason(error)}.") from error
+        raise Missing(f"{target} is no file.")
 
     def list(self, prefix: str) -> Iterator[Entry]:
         top = self.root / checked(prefix) if prefix else self.root
@@ -144,7 +162,9 @@ class FileStore:
                 if not _TEMPORARY.fullmatch(name):
                     file = Path(folder, name)
                     with contextlib.suppress(FileNotFoundError):
-                        found.append(Entry(file.relative_to(self.root).as_posix(), file.stat().st_size))
+                        status = file.stat()
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(Entry(file.relative_to(self.root).as_posix(), status.st_size))
         yield from sorted(found)
 
     def children(self, prefix: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ kind of object in tests/faults/test_bit_flips.py; ROWS says where each row is te
 """
 
 import ast
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -636,3 +637,33 @@ def test_no_reader_answers_from_a_segment_that_is_not_the_one_its_receipt_descri
             ledger.sql(question).arrow()
     with pytest.raises(LedgerError, match="not those its receipt describes"):
         list(ledger.read_events(RUN))
+
+
+@pytest.mark.parametrize("what", ["pipe", "folder", "device", "nothing"])
+@pytest.mark.parametrize("kind", ["segment", "receipt", "checkpoint", "run.json"])
+def test_what_is_no_file_is_no_object(bucket: Bucket, kind: str, what: str) -> None:
+    """In place of an object a pipe is not waited for, a device not read to its end, a folder no reason to give up."""
+    path = {
+        "segment": next(iter(sorted(bucket.run.glob("segment/*/*")))),
+        "receipt": bucket.receipt(ONE, 1),
+        "checkpoint": bucket.checkpoint(0),
+        "run.json": bucket.run / "run.json",
+    }[kind]
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    told = {(f.kind, f.object) for f in bucket.check(checkpoints=bucket.made).findings if f.severity == "error"}
+    kinds = {"segment": "segment.missing", "receipt": "receipt.missing", "checkpoint": "checkpoint.missing"}
+    assert (kinds.get(kind, "run.unreadable"), path.relative_to(bucket.root).as_posix()) in told
+
+
+def test_a_note_of_a_gigabyte_is_not_read(bucket: Bucket) -> None:
+    with bucket.checkpoint(2).open("wb") as file:
+        file.truncate(1 << 40)
+    assert errors(bucket.check(checkpoints=bucket.made)) == {
+        ("checkpoint.unreadable", bucket.checkpoint(2).relative_to(bucket.root).as_posix())
+    }

@@ -12,7 +12,7 @@ from rlk_ledger.verify.finding import Covered, Finding, finding
 from rlk_ledger_schemas.checkpoints import Checkpoint, decode_checkpoint, origin
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.merkle import leaf as leaf_hash
-from rlk_ledger_schemas.notes import decode_base64, key_id
+from rlk_ledger_schemas.notes import LONGEST_NOTE, decode_base64, key_id
 from rlk_ledger_schemas.objects import LedgerInfo
 
 _READERS = 8
@@ -112,18 +112,18 @@ class _Check:
 
     def _read(self) -> Iterator[tuple[int, Checkpoint | None]]:
         """(k, checkpoint) from 0 to the newest; None where it is gone or damaged."""
-        numbers = []
-        for name, _ in self.chains.listing:
+        sizes = {}
+        for name, size in self.chains.listing:
             k = layout.parse_checkpoint(name)
             if k is not None:
-                numbers.append(k)
+                sizes[k] = size
             elif name.startswith("checkpoint/"):
                 self._say("object.unknown", f"{layout.run_root(self.run_id)}/{name}", "it is no checkpoint")
-        numbers.sort()
+        numbers = sorted(sizes)
         self.last_k = numbers[-1] if numbers else -1
         before = -1
         with ThreadPoolExecutor(_READERS) as pool:
-            for k, data in zip(numbers, pool.map(lambda k: self.store.read(self._path(k)), numbers), strict=True):
+            for k, data in zip(numbers, pool.map(lambda k: self._bytes(k, sizes[k]), numbers), strict=True):
                 if k > before + 1:
                     which = (
                         f"checkpoint {before + 1} is" if k == before + 2 else f"checkpoints {before + 1}-{k - 1} are"
@@ -132,6 +132,10 @@ class _Check:
                     yield k - 1, None
                 yield k, self._decoded(k, data)
                 before = k
+
+    def _bytes(self, k: int, size: int) -> bytes:
+        """The bytes of a checkpoint; of one that is too long to be a note no more than that is of interest."""
+        return self.store.read(self._path(k)) if size <= LONGEST_NOTE else bytes(LONGEST_NOTE + 1)
 
     def _decoded(self, k: int, data: bytes) -> Checkpoint | None:
         path = self._path(k)

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +13,7 @@ from rlk_ledger.records import PROJECTIONS, Record, array_names, build_table, ro
 from rlk_ledger.segments import (
     GROUPS_KEY,
     content_root,
+    encoding_of,
     group_types,
     read_segment,
     samples_of,
@@ -60,15 +60,13 @@ def _digest(store: Store, path: str) -> tuple[int, str]:
         return len(data), sha256(data)
     hasher, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_BLOCK))
-    try:
-        with Path(store.locate(path)).open("rb", buffering=0) as file:
+    with store.open(path) as file:
+        try:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
                 size += count
-    except FileNotFoundError:
-        raise Missing(f"{path} does not exist.") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}.") from error
     return size, f"sha256:{hasher.hexdigest()}"
 
 
@@ -96,7 +94,7 @@ def _rewritten(data: bytes, receipt: Receipt) -> tuple[int, int, str] | None:
     """The bytes that differ from what the writer made, known when the events still decode and re-encode to it."""
     try:
         table = read_segment(data, checksums=True)
-        again = write_segment(list(rows(table)), array_names(table)).data
+        again = write_segment(list(rows(table)), array_names(table), encoding_of(table)).data
     except (FormatError, pa.ArrowException):
         return None
     footer = footer_start(data)
