@@ -1,9 +1,9 @@
 """Segments: records to Parquet bytes and back.
 
 One table, rows clustered by type, then step, then writer and sequence number. Small types share a row group, a large
-type starts its own, so that a reader of one type reads little else. zstd, BYTE_STREAM_SPLIT on floating-point arrays,
-page checksums. The content root is the RFC 6962 root over the leaves in (writer, sequence number) order: it does not
-depend on how the rows lie in the file.
+type starts its own, so that a reader of one type reads little else. zstd, BYTE_STREAM_SPLIT on arrays, page checksums.
+The content root is the RFC 6962 root over the leaves in (writer, sequence number) order: it does not depend on how the
+rows lie in the file, nor on the encoding.
 """
 
 import io
@@ -18,18 +18,26 @@ import pyarrow.parquet as pq
 
 from rlk_ledger.records import LIMIT, PROJECTIONS, Record, build_table, names_of, projected, rows
 from rlk_ledger_schemas import merkle
+from rlk_ledger_schemas.arrays import ITEMSIZE
 from rlk_ledger_schemas.columns import PROMOTED, project
 from rlk_ledger_schemas.errors import FormatError
 from rlk_ledger_schemas.objects import TypeCount
 from rlk_ledger_schemas.samples import encode_samples
 
 GROUPS_KEY = b"rlk_ledger.groups"
+ENCODING_KEY = b"rlk_ledger.encoding"
+ENCODING = 2
+"""How arrays are encoded, so that a file can be made again byte for byte. 1, which files that do not say have, split
+floats only and had dictionaries of integers; 2 splits every array of more than a byte an item and has none."""
 SEGMENT_BYTES = 64 << 20
 """Payload bytes after which a segment is rolled."""
 Source = bytes | memoryview | Path
 _GROUP_BYTES = 16 << 20
 _OWN_GROUP_BYTES = 1 << 20
-_FLOATS = frozenset({"float16", "float32", "float64"})
+_SPLIT = {
+    1: frozenset({"float16", "float32", "float64"}),
+    2: frozenset(name for name, size in ITEMSIZE.items() if size > 1),
+}
 _ROW_OVERHEAD = 128
 
 
@@ -52,7 +60,9 @@ class _Row(NamedTuple):
     fields: Any
 
 
-def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] | None = None) -> Segment:
+def write_segment(
+    records: Iterable[Record], names: dict[str, tuple[str, str]] | None = None, encoding: int = ENCODING
+) -> Segment:
     """The segment of `records` (any order, no (writer, seq) twice), with the array columns `names` of `build_table`.
 
     Only one row group at a time exists as a table. Raises FormatError.
@@ -62,8 +72,9 @@ def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] |
     names = names_of(row.record for row in clustered) if names is None else names
     sink = io.BytesIO()
     schema = _table([], names).schema
-    schema = schema.with_metadata({**schema.metadata, GROUPS_KEY: _group_types(clustered, groups)})
-    with pq.ParquetWriter(sink, schema, **_options(names)) as writer:
+    said = {} if encoding == 1 else {ENCODING_KEY: b"%d" % encoding}
+    schema = schema.with_metadata({**schema.metadata, GROUPS_KEY: _group_types(clustered, groups), **said})
+    with pq.ParquetWriter(sink, schema, **_options(names, encoding)) as writer:
         for start, end in groups:
             writer.write_table(_table(clustered[start:end], names).cast(schema), row_group_size=end - start)
     root = content_root([row.record for row in clustered])
@@ -72,6 +83,12 @@ def write_segment(records: Iterable[Record], names: dict[str, tuple[str, str]] |
 
 def _table(clustered: Sequence[_Row], names: dict[str, tuple[str, str]]) -> pa.Table:
     return build_table([row.record for row in clustered], [row.fields for row in clustered], names)
+
+
+def encoding_of(table: pa.Table) -> int:
+    """The encoding a segment's table says its file has; 1 where it says none that is known."""
+    said = (table.schema.metadata or {}).get(ENCODING_KEY)
+    return next((number for number in _SPLIT if said == b"%d" % number), 1)
 
 
 def read_segment(source: Source, types: Collection[str] | None = None, checksums: bool = False) -> pa.Table:
@@ -170,14 +187,15 @@ def _counts(clustered: Sequence[_Row]) -> tuple[TypeCount, ...]:
     return tuple(out)
 
 
-def _options(names: dict[str, tuple[str, str]]) -> dict[str, object]:
-    floats = {f"{column}.list.element" for column, (_, dtype) in names.items() if dtype in _FLOATS}
-    coded = [f"{column}.list.element" for column in names if f"{column}.list.element" not in floats]
+def _options(names: dict[str, tuple[str, str]], encoding: int) -> dict[str, object]:
+    split = {f"{column}.list.element" for column, (_, dtype) in names.items() if dtype in _SPLIT[encoding]}
+    every = [f"{column}.list.element" for column in names] if encoding == 1 else []
+    coded = [column for column in every if column not in split]
     return {
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": [*PROJECTIONS, *coded],
-        "column_encoding": dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
         "write_statistics": list(PROJECTIONS),
         "write_page_checksum": True,
     }

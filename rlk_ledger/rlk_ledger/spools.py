@@ -23,6 +23,7 @@ from rlk_ledger_sdk.process import is_alive, same_kernel
 SUFFIX = ".spool"
 DAMAGED = ".damaged"
 _CHUNK = 1 << 20
+_ZEROS = bytes(_CHUNK)
 _LENGTH = struct.Struct("<I")
 
 
@@ -97,9 +98,8 @@ class SpoolFile:
         left = 0
         for start in range(self.offset, size, _CHUNK):
             block = os.pread(fd, _CHUNK, start)
-            found = unwritten(block, 0)
-            if found:
-                left = start - self.offset + found
+            if block != _ZEROS[: len(block)]:
+                left = start - self.offset + unwritten(block, 0)
         return left
 
     def sync(self) -> None:

@@ -1,5 +1,6 @@
 """Segments give back every bit of every event, whatever its arrays and fields."""
 
+import io
 import struct
 
 import numpy as np
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlk_ledger.build import event
-from rlk_ledger.records import PROJECTIONS, build_table, make_record, rows
-from rlk_ledger.segments import content_root, read_records, read_segment, write_segment
+from rlk_ledger.records import PROJECTIONS, array_names, build_table, make_record, rows
+from rlk_ledger.segments import content_root, encoding_of, read_records, read_segment, write_segment
 from rlk_ledger_schemas import merkle
 from rlk_ledger_schemas.arrays import ITEMSIZE, Array
 from rlk_ledger_schemas.codec import decode_envelope
@@ -152,3 +153,28 @@ def test_a_foreign_parquet_file_is_refused(tmp_path) -> None:
         list(rows(pq.read_table(tmp_path / "x.parquet")))
     with pytest.raises(FormatError, match="not a segment of format 1"):
         read_segment((tmp_path / "x.parquet").read_bytes(), {"gap"})
+
+
+@pytest.mark.parametrize("encoding", [1, 2])
+def test_a_file_is_made_again_byte_for_byte_from_what_it_holds_whichever_encoding_it_has(encoding: int) -> None:
+    rng = np.random.default_rng(1)
+    ids = {"sample_id": "s", "step": 1}
+    sample = {
+        "response_token_ids": rng.integers(0, 150_000, 3000).astype(np.int32),
+        "loss_mask": np.ones(3000, np.uint8),
+    }
+    scores = {"source": "rollout", "contract_id": "c", "values": rng.random(3000, np.float32)}
+    records = [
+        event("r", WRITERS[0], 0, "rollout.sample", **sample, **ids),
+        event("r", WRITERS[0], 1, "logprobs", **scores, **ids),
+    ]
+    data = write_segment(records, encoding=encoding).data
+    table = read_segment(data)
+    assert encoding_of(table) == encoding
+    assert sorted(rows(table)) == sorted(records)
+    assert write_segment(rows(table), array_names(table), encoding_of(table)).data == data
+    chunk = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
+    columns = [chunk.column(i) for i in range(chunk.num_columns)]
+    found = {c.path_in_schema.partition(".")[0]: "BYTE_STREAM_SPLIT" in c.encodings for c in columns}
+    assert found["values__float32"]
+    assert found["response_token_ids__int32"] == (encoding == 2)
