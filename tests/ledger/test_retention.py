@@ -641,6 +641,17 @@ def test_a_hold_copied_from_another_run_is_no_hold_of_this_one(root: Path) -> No
     assert {f.kind for f in verify(str(root), RUN).findings if f.severity == "error"} == {"hold.damaged"}
 
 
+def test_a_hold_that_is_removed_is_not_missed(root: Path) -> None:
+    """The limit: no checkpoint covers a hold. Who may delete it may delete what it held, and `prune` says who did."""
+    store = open_store(str(root))
+    hold = holds.place(store, open_ledger(str(root)).run(RUN).info, "litigation", "counsel")
+    copy = make_checkpoint(store, RUN)
+    assert "run.held" in {f.kind for f in verify(str(root), checkpoints=[copy]).findings}
+    store.delete(layout.hold_path(RUN, hold.hold_id))
+    after = verify(str(root), checkpoints=[copy]).findings
+    assert not [f for f in after if f.severity == "error" or "hold" in f.object]
+
+
 def test_holds_are_placed_listed_and_released_from_the_command_line(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
