@@ -7,7 +7,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 import msgspec
@@ -126,6 +126,12 @@ def say(text: str, style: str | None = None) -> None:
 def tell(text: str) -> None:
     """Prints one paragraph on stderr: what belongs beside the answer, not into a file made of it."""
     console(stderr=True).print(text)
+
+
+def leave(text: str, code: int) -> NoReturn:
+    """Ends a command that did its work and whose answer is no: one sentence on stderr and the exit code."""
+    click.echo(f"rlk-ledger: {text}", err=True)
+    raise click.exceptions.Exit(code)
 
 
 def count(number: int, noun: str) -> str:

@@ -2,7 +2,7 @@
 
 import base64
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,17 +52,11 @@ def checkpoint(run: str | None, output: Path | None, url: str | None, as_json: b
             try:
                 keep(ledger.store, name, newest, output)
             except Conflict as error:
-                _disagrees(str(error))
+                terminal.leave(str(error), 1)
     if as_json:
         terminal.echo_json({"ledger": ledger.url, "checkpoints": documents})
         return
     _say_what_to_do(run, output, bool(documents and any(d["k"] is not None for d in documents)), signer is not None)
-
-
-def _disagrees(text: str) -> NoReturn:
-    """Evidence kept elsewhere contradicts the ledger: one sentence and exit code 1."""
-    click.echo(f"rlk-ledger: {text}", err=True)
-    raise click.exceptions.Exit(1)
 
 
 def _document(store: "Store", run: str, newest: "Checkpoint | None", new: bool) -> dict[str, Any]:
@@ -140,7 +134,7 @@ def anchor(run: str, to: str, url: str | None, as_json: bool) -> None:
         with terminal.working(f"anchor {run}"):
             done = put(ledger.store, run, to)
     except Conflict as error:
-        _disagrees(f"{error} `rlk-ledger verify {run}{terminal.named_ledger()} --anchor {to}` says more.")
+        terminal.leave(f"{error} `rlk-ledger verify {run}{terminal.named_ledger()} --anchor {to}` says more.", 1)
     if as_json:
         document = _document(ledger.store, run, done.checkpoint, done.written)
         terminal.echo_json({"ledger": ledger.url, "anchor": done.where, **document})

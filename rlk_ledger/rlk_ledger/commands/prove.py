@@ -39,9 +39,7 @@ _DEFAULT_TYPE = "rollout.sample"
 @click.option("--checkpoint-now", is_flag=True, help="Make a checkpoint first where none covers the event yet.")
 @terminal.ledger_option
 @terminal.output_options
-@click.pass_context
 def prove(
-    ctx: click.Context,
     event: str,
     sample: str | None,
     type_name: str | None,
@@ -66,22 +64,21 @@ def prove(
     name = _name(ledger, event, sample, type_name)
     kept = _kept(since)
     try:
-        bundle = _proved(ledger, name, checkpoint_now, arrays=not no_arrays, since=kept)
+        with terminal.working(f"prove {name}"):
+            bundle = _proved(ledger, name, checkpoint_now, arrays=not no_arrays, since=kept)
     except NotCovered as error:
         how = f"`rlk-ledger checkpoint {name.run_id}{terminal.named_ledger()}` covers it, or --checkpoint-now."
-        click.echo(f"rlk-ledger: {error} {how}", err=True)
-        ctx.exit(3)
+        terminal.leave(f"{error} {how}", 3)
     except Diverged as error:
-        click.echo(f"rlk-ledger: {error}", err=True)
-        ctx.exit(1)
+        terminal.leave(str(error), 1)
     if output is None:
         click.echo(encode_bundle(bundle), nl=False)
         return
     _write(output, encode_bundle(bundle))
-    summary = {"run_id": name.run_id, "writer_id": bundle.writer_id, "seq": bundle.seq, "bundle": str(output)}
-    summary |= {"receipt": bundle.log.index, "whole": bundle.event is not None}
     if as_json:
-        terminal.echo_json(summary)
+        named = {"run_id": name.run_id, "writer_id": bundle.writer_id, "seq": bundle.seq}
+        proved = {"bundle": str(output), "receipt": bundle.log.index, "whole": bundle.event is not None}
+        terminal.echo_json({"ledger": ledger.url, **named, **proved})
         return
     what = "" if bundle.event is not None else " (its segment is gone: only the receipt that names it is proved)"
     terminal.say(f"event {bundle.seq} of writer {bundle.writer_id} is under the newest checkpoint{what}: {output}")
@@ -175,12 +172,12 @@ def seal(ctx: click.Context, run: str, incomplete: bool, url: str | None, as_jso
     ledger = terminal.open_url(url)
     ledger.run(run)
     try:
-        sealed = make(ledger.store, run, incomplete=incomplete, signer=load_signer())
+        with terminal.working(f"seal {run}"):
+            sealed = make(ledger.store, run, incomplete=incomplete, signer=load_signer())
     except Unfinished as error:
-        click.echo(f"rlk-ledger: {error} --incomplete seals it all the same.", err=True)
-        ctx.exit(3)
+        terminal.leave(f"{error} --incomplete seals it all the same.", 3)
     if as_json:
-        terminal.echo_json({"mine": sealed.mine, **msgspec.to_builtins(sealed.seal)})
+        terminal.echo_json({"ledger": ledger.url, "mine": sealed.mine, **msgspec.to_builtins(sealed.seal)})
     else:
         _say(run, sealed)
     ctx.exit(0 if sealed.seal.complete else 3)

@@ -50,7 +50,8 @@ def hold(run: str, reason: str | None, hold_id: str | None, by: str | None, url:
     gone = found.pruned()
     if as_json:
         shown = [_fields(state) for state in listed]
-        terminal.echo_json({"run_id": run, "placed": placed and placed.hold_id, "holds": shown, "pruned": gone})
+        said = {"placed": placed and placed.hold_id, "released": hold_id, "holds": shown, "pruned": gone}
+        terminal.echo_json({"ledger": ledger.url, "run_id": run, **said})
         return
     if placed is not None:
         terminal.say(f"run {run} is held: {placed.hold_id}. `prune` refuses until this hold is released.")
