@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -230,9 +231,7 @@ class Shipper:
                 freed = 0
             self._tell(writer, outbox, committed, freed)
             if writer.ended and writer.alive is False and not writer.files:
-                _remove_folder(writer.directory)
-                del self.writers[writer_id]
-                self._asked.pop(writer_id, None)
+                self._forget(writer)
 
     @staticmethod
     def _owes(outbox: Outbox, writer_id: str) -> bool:
@@ -262,8 +261,15 @@ class Shipper:
         status = writer.directory / "status.json"
         with contextlib.suppress(OSError):
             if not writer.files and time.time() - status.stat().st_mtime > FORGET_AFTER_S:
-                _remove_folder(writer.directory)
-                del self.writers[writer.writer_id]
+                self._forget(writer)
+
+    def _forget(self, writer: WriterSpool) -> None:
+        """Lets go of a writer that is gone, on disk and here: a shipper of a busy node sees thousands of them."""
+        _remove_folder(writer.directory)
+        self._stated.discard(writer.writer_id)
+        held: dict[str, Any]
+        for held in (self.writers, self._status, self._poisoned, self._read_at, self._asked):
+            held.pop(writer.writer_id, None)
 
     def _outbox(self, writer: WriterSpool) -> Outbox | None:
         header = writer.header

@@ -566,3 +566,19 @@ def test_recover_of_what_it_may_not_read_is_not_fine(new_writer, spool, monkeypa
     expected = f"cannot read {writer.directory}/00000000.spool: Permission denied"
     assert (found.state, found.problem) == ("unreadable", expected)
     assert cli.main(["recover", str(spool)]) == 3
+
+
+def test_a_shipper_remembers_nothing_of_writers_that_are_gone(new_writer, spool: Path, url: str) -> None:
+    shipper = Shipper(spool)
+    closed, killed = new_writer(dead=True), new_writer(dead=True)
+    closed.many(2)
+    closed.close()
+    killed.many(2)
+    for _ in range(3):
+        shipper.asked()
+        shipper.cycle(flush=True)
+    assert not closed.directory.exists()
+    assert not killed.directory.exists()
+    left = [name for name, held in vars(shipper).items() if isinstance(held, dict | set) and held]
+    assert left == ["outboxes"], "a run is kept as long as the shipper is; a writer is not"
+    shipper.close()
