@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlk_ledger.doctor.machine import VARIABLES
 from rlk_ledger.views import VIEWS
 from rlk_ledger_schemas.events import ASSIGNED, REGISTRY
 
@@ -129,6 +130,7 @@ def test_the_environment_table_names_every_variable_and_nothing_else() -> None:
     assert len(sources) > 100
     used = {name for path in sources for name in re.findall(r"\bRLK_[A-Z_]*[A-Z]\b", path.read_text())}
     assert named == used
+    assert named == VARIABLES, "what doctor knows; any other name is a slip"
 
 
 def test_the_command_table_names_every_command_and_nothing_else() -> None:

@@ -41,7 +41,7 @@ _CREDENTIALS = {
     "azure": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 _ENDPOINTS = {"s3": " (AWS_ENDPOINT_URL)", "azure": " (the account's name)"}
-_NO_CREDENTIALS = re.compile(r"locate credentials|connection_string or account_name|default credentials", re.IGNORECASE)
+_NO_CREDENTIALS = re.compile(r"locate credentials|connection.string|default credentials", re.IGNORECASE)
 _NO_SERVER = re.compile(
     r"could not connect|cannot connect|connect call failed|name or service not known|connection refused|"
     r"name resolution|invalid endpoint",

@@ -348,6 +348,17 @@ def test_a_configuration_that_init_would_refuse_fails(monkeypatch: pytest.Monkey
     assert (found.state, "RLK_REDACTION_KEY" in found.text) == ("fail", True)
 
 
+def test_a_mistyped_variable_is_named_with_the_one_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "variable" not in by_name(machine.check_configuration(None)), "no variable of ours is taken for a slip"
+    monkeypatch.setenv("RLK_LEGER", "s3://bucket/x")
+    found = by_name(machine.check_configuration(None))["variable"]
+    assert (found.state, found.text, found.advice) == (
+        "warn",
+        "RLK_LEGER is set, and nothing reads it",
+        "did you mean 'RLK_LEDGER'?",
+    )
+
+
 def test_a_signing_key_is_looked_at(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     key.write_text("not read here")

@@ -138,7 +138,7 @@ def test_a_job_without_a_ledger_is_not_told_that_something_is_committed(start) -
 
 def test_a_mistyped_ledger_is_refused_before_the_job_runs(start, tmp_path: Path) -> None:
     code, err = ended(start("--ledger", "s3:/bucket/x", "--", "touch", str(tmp_path / "ran")))
-    assert (code, "--ledger 's3:/bucket/x' lacks a slash" in err) == (2, True)
+    assert (code, "rlk-ledger: --ledger 's3:/bucket/x' lacks a slash" in err) == (2, True)
     assert not (tmp_path / "ran").exists()
 
 

@@ -42,12 +42,16 @@ def run(
     when it cannot be run; 2 when `run` itself was called wrongly.
     """
     from rlk_ledger.supervise import Supervisor, say
+    from rlk_ledger_schemas.errors import ConfigError
     from rlk_ledger_sdk.config import checked_url, disabled, spool_folder
 
     if spool is not None:
         os.environ["RLK_SPOOL"] = spool
     if url is not None:
-        checked_url(url, "--ledger")  # before the job runs; as it was given, the job's directory is ours
+        try:
+            checked_url(url, "--ledger")  # before the job runs; passed on as it was given: the directory is the job's
+        except ConfigError as error:
+            raise click.UsageError(str(error).removeprefix("init: ")) from None
         os.environ["RLK_LEDGER"] = url
     folder = spool_folder()
     supervisor = Supervisor(folder, grace, say, ship=not disabled())

@@ -68,6 +68,8 @@ def ship(ctx: click.Context, spool: str | None, until_idle: bool, grace: float, 
     elif left:
         why = "stopped" if stop.is_set() else "gave up: the bucket does not answer"
         terminal.say(f"{why}. The events are safe in {folder}: {left} wait, `rlk-ledger recover {folder}` ships them.")
+    elif until_idle and not code and not stop.is_set():
+        terminal.say(f"{folder} is idle: what it held is committed.")
     ctx.exit(code)
 
 

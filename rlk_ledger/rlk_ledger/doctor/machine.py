@@ -19,6 +19,7 @@ from rlk_ledger.terminal import size_text
 from rlk_ledger_schemas.errors import ConfigError
 from rlk_ledger_schemas.frame import FORMAT as SPOOL_FORMAT
 from rlk_ledger_schemas.objects import FORMAT
+from rlk_ledger_sdk.choices import nearest
 from rlk_ledger_sdk.config import load_config
 from rlk_ledger_sdk.spool import LARGEST_FILE
 
@@ -88,6 +89,38 @@ def _client(client: str, scheme: str, requires: list[str]) -> Check:
     return Check("store client", "ok", f"{client} {there} for {scheme}://")
 
 
+VARIABLES = frozenset(
+    (
+        "RLK_ANCHOR",
+        "RLK_BLOCK_MS",
+        "RLK_BUDGET_BYTES",
+        "RLK_CHECKPOINT_S",
+        "RLK_CONSISTENCY",
+        "RLK_DISABLE",
+        "RLK_EXIT_S",
+        "RLK_FAST",
+        "RLK_GENERATE_FUNCTION_PATH",
+        "RLK_LEDGER",
+        "RLK_LINEAR_LOGP_PROVIDER_PATH",
+        "RLK_ON_ERROR",
+        "RLK_ON_MISSING",
+        "RLK_PARENT_WRITER",
+        "RLK_REDACTION",
+        "RLK_REDACTION_KEY",
+        "RLK_ROLE",
+        "RLK_RUN_ID",
+        "RLK_SCORER_PYTHON",
+        "RLK_SHIPPER",
+        "RLK_SIGNING_KEY",
+        "RLK_SPOOL",
+        "RLK_SUPERVISOR",
+        "RLK_VLLM",
+        "RLK_VLLM_WORKERS",
+    )
+)
+"""Every variable that is read: any other RLK_ name is a slip, and a slip in RLK_LEDGER records nothing."""
+
+
 def check_configuration(url: str | None) -> Iterator[Check]:
     """Whether init() would take what the environment says; and the keys it names."""
     try:
@@ -105,6 +138,11 @@ def check_configuration(url: str | None) -> Iterator[Check]:
             "configuration", "ok", f"{text}, consistency {config.consistency}, redaction {config.redaction.mode}"
         )
     yield _signing(os.environ)
+    for name in sorted(os.environ):
+        if name.startswith("RLK_") and name not in VARIABLES:
+            yield Check(
+                "variable", "warn", f"{name} is set, and nothing reads it", nearest(name, tuple(sorted(VARIABLES)))
+            )
 
 
 def _signing(environment: Mapping[str, str]) -> Check:
