@@ -6,7 +6,6 @@ sees: a receipt it does not see (a listing that is behind) is integrated by a la
 it follows. What is damaged is never integrated.
 """
 
-import base64
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from rlk_ledger import layout
 from rlk_ledger.news import Arrival, News, unfinished
-from rlk_ledger.signing import Signer
+from rlk_ledger.signing import Signer, text_of
 from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.checkpoints import (
     MOST_RECEIPTS,
@@ -249,7 +248,7 @@ def _compose(composer: _Composer, before: Checkpoint | None, batch: Sequence[Seq
         marks={**_marks(before), **{chain[0].shipper: chain[-1].n for chain in batch}},
         peaks=join_hashes(tree.peaks),
         wall_us=wall_us(),
-        public_key=base64.b64encode(signer.public_key).decode() if signer is not None else None,
+        public_key=text_of(signer.public_key) if signer is not None else None,
     )
     text = checkpoint_text(info, tree.size, tree.root())
     try:

@@ -4,6 +4,7 @@ The first writer of ledger.json and of run.json wins; everyone else adopts what 
 either is new, and always for a strict run: a bucket may have been copied to a store that keeps no promises.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -12,8 +13,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rlk_ledger import layout
-from rlk_ledger.canary import PutIfAbsent
-from rlk_ledger.canary import probe as probe
+from rlk_ledger.canary import PutIfAbsent, probe
 from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.errors import FormatError, LedgerError, StoreError
 from rlk_ledger_schemas.objects import FORMAT, LedgerInfo, RunInfo, decode_ledger, decode_run, encode_object
@@ -74,10 +74,8 @@ def meet(store: Store, declared: RunInfo, strict: bool = False, ledger_id: str |
 
 def first_wins(store: Store, path: str, data: bytes) -> bytes:
     """The bytes at `path` after trying to put `data` there: ours or those of whoever came first."""
-    try:
+    with contextlib.suppress(AlreadyThere):
         store.create(path, data)
-    except AlreadyThere:
-        return store.read(path)
     return store.read(path)
 
 

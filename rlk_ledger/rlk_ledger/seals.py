@@ -15,7 +15,7 @@ import msgspec
 
 from rlk_ledger import checkpoints, layout
 from rlk_ledger.ledger import Run, SegmentFile
-from rlk_ledger.signing import Signer
+from rlk_ledger.signing import Signer, text_of
 from rlk_ledger.spans import merged, subtract, total
 from rlk_ledger.store import AlreadyThere, Missing, Store
 from rlk_ledger_schemas.checkpoints import Checkpoint
@@ -153,7 +153,7 @@ def _compose(info: RunInfo, newest: Checkpoint, census: Census, wall_us: int) ->
 def _signed(unsigned: Seal, signer: Signer | None) -> Seal:
     if signer is None:
         return unsigned
-    named = msgspec.structs.replace(unsigned, public_key=base64.b64encode(signer.public_key).decode())
+    named = msgspec.structs.replace(unsigned, public_key=text_of(signer.public_key))
     return msgspec.structs.replace(named, signature=base64.b64encode(signer.sign(seal_message(named))).decode())
 
 

@@ -218,8 +218,8 @@ def _newest_files(spool: Path) -> list[Path]:
     """The newest spool file of each writer that has one."""
     newest: dict[Path, Path] = {}
     for path in _spool_files(spool):
-        held = newest.get(path.parent)
-        if held is None or int(path.stem) > int(held.stem):
+        before = newest.get(path.parent)
+        if before is None or int(path.stem) > int(before.stem):
             newest[path.parent] = path
     return list(newest.values())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlk_ledger import contact
+from rlk_ledger import canary, contact
 from rlk_ledger.canary import encode_canary
 from rlk_ledger.store import AlreadyThere, FileStore, Missing, open_store
 from rlk_ledger_schemas.errors import ConfigError, StoreError
@@ -170,10 +170,10 @@ def _run(**more):
 
 
 def test_the_probe_sees_a_store_that_ignores_the_condition(store) -> None:
-    assert contact.probe(store) == "honoured"
-    assert contact.probe(store) == "honoured", "it may be repeated"
+    assert canary.probe(store) == "honoured"
+    assert canary.probe(store) == "honoured", "it may be repeated"
     for careless in (_Overwriting(), _ChecksThenWrites(), _Loses()):
-        assert contact.probe(careless) == "ignored", type(careless).__name__
+        assert canary.probe(careless) == "ignored", type(careless).__name__
 
 
 def test_a_probe_that_cannot_be_read_back_says_so_and_nothing_else() -> None:
@@ -182,14 +182,14 @@ def test_a_probe_that_cannot_be_read_back_says_so_and_nothing_else() -> None:
             return super().read(path)[:50]
 
     with pytest.raises(StoreError, match="reads back as 50 bytes that are no canary"):
-        contact.probe(Cuts())
+        canary.probe(Cuts())
 
     class Forgets(_Overwriting):
         def create(self, path: str, data: bytes) -> None:
             pass
 
     with pytest.raises(StoreError, match="canary/twice was written and is not there"):
-        contact.probe(Forgets())
+        canary.probe(Forgets())
 
 
 def test_canaries_say_what_they_are_and_verify_sees_a_change_of_any_byte(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from rlk_ledger import layout
 from rlk_ledger.buckets import FsspecStore
-from rlk_ledger.canary import probe
+from rlk_ledger.canary import TWICE, path_of, probe
 from rlk_ledger.doctor.check import Check
 from rlk_ledger.store import FileStore, Missing, Store, open_store
 from rlk_ledger_schemas.errors import ConfigError, RlkError, StoreError
@@ -29,7 +29,6 @@ _BAD_SKEW_S = 300.0  # object stores refuse signed requests beyond 15 minutes
 _SLOW_MS = 500.0
 _READS = 5
 _SECRET = re.compile(r"(?i)(secret|token|passw|credential|signature|access.?key|account.?key|^sig$|^key$)")
-_TWICE = f"{layout.CANARY}/twice"
 
 
 def check_url(url: str) -> Check:
@@ -144,7 +143,7 @@ class _Permitted:
         took = []
         for _ in range(_READS):
             began = time.perf_counter()
-            self.store.read(_TWICE)
+            self.store.read(path_of(TWICE))
             took.append(1000 * (time.perf_counter() - began))
         middle = statistics.median(took)
         text = f"a small read takes {middle:.1f} ms (median of {_READS}, {min(took):.1f} to {max(took):.1f})"

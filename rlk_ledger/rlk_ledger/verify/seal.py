@@ -129,7 +129,8 @@ def _check_late(
         elif (receipt.shipper, receipt.n) in chains.signed and chains.keys[receipt.shipper] in registered:
             yield finding("seal.added", path, "it came after the seal, signed by a registered key")
         else:
-            text = f"it came after the seal, unsigned, of {len(strangers)} writers the seal does not know as open"
+            whose = f"{len(strangers)} writers the seal does not know as open"
+            text = f"it came after the seal, of {whose}, and bears no registered signature"
             yield finding("seal.late", path, text, writer=strangers[0])
 
 
