@@ -1,6 +1,7 @@
 """Holds, tombstones and pruning: what may go, what stays readable, and what is never taken for a loss."""
 
 import contextlib
+import io
 import json
 import re
 import shutil
@@ -24,7 +25,7 @@ from rlk_ledger.ledger import Ledger, open_ledger
 from rlk_ledger.records import Record
 from rlk_ledger.retention import Policy, prune
 from rlk_ledger.signing import new_key
-from rlk_ledger.store import Store, open_store
+from rlk_ledger.store import FileStore, Store, open_store
 from rlk_ledger.summary import detail, overview
 from rlk_ledger.tombstones import NEEDED, TYPE
 from rlk_ledger.verify import verify
@@ -331,6 +332,35 @@ def test_a_segment_deleted_without_a_tombstone_is_missing_and_prune_refuses_to_h
     assert "segment.missing" in {f.kind for f in verify(str(root)).findings}
     with pytest.raises(LedgerError, match="gone"):
         list(open_ledger(str(root)).run(RUN).records())
+
+
+class PrunedMeanwhile(FileStore):
+    """A ledger of which everything is pruned by somebody else right before the `at`-th look at a segment."""
+
+    def __init__(self, root: Path, at: int) -> None:
+        super().__init__(root)
+        self.left = at
+
+    def open(self, path: str) -> io.FileIO:
+        self.left -= "/segment/" in path
+        if self.left == 0:
+            prune(open_ledger(str(self.root)), RUN, ALL, by="t")
+        return super().open(path)
+
+
+@pytest.mark.parametrize("at", [1, 3, 9])
+@pytest.mark.parametrize("covered", [False, True])
+def test_a_prune_while_verify_looks_is_no_loss(root: Path, covered: bool, at: int) -> None:
+    """The receipts were listed before its tombstone was there: what is gone is looked at again, not accused."""
+    if covered:
+        make_checkpoint(open_store(str(root)), RUN)
+    store = PrunedMeanwhile(root, at)
+    result = verify(store, RUN)
+    assert store.left <= 0
+    assert [f for f in result.findings if f.severity != "info"] == [
+        f for f in verify(str(root), RUN).findings if f.severity != "info"
+    ]
+    assert (result.exit_code, result.pruned > 0) == (verify(str(root), RUN).exit_code, True)
 
 
 def test_damage_is_evidence_and_is_not_pruned(root: Path) -> None:

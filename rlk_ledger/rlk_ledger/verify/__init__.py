@@ -9,14 +9,15 @@ signed can still be removed from the end of a chain together with its segment: t
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from rlk_ledger import layout, signing
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.store import Missing, Store, open_store
 from rlk_ledger.tombstones import Graves
 from rlk_ledger.verify.canary import check_canaries, check_promise
-from rlk_ledger.verify.chains import check_chains
-from rlk_ledger.verify.checkpoints import check_checkpoints
+from rlk_ledger.verify.chains import Chains, check_chains
+from rlk_ledger.verify.checkpoints import Copy, check_checkpoints
 from rlk_ledger.verify.copies import copies_of, read_copies
 from rlk_ledger.verify.finding import KINDS, Covered, Finding, VerifyResult, finding, result
 from rlk_ledger.verify.indexes import check_index
@@ -29,6 +30,10 @@ from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.objects import LedgerInfo, Receipt, check_run_id, decode_ledger
 
 __all__ = ["KINDS", "Covered", "Finding", "Progress", "VerifyResult", "check_segment", "verify"]
+
+_AGAIN = 3
+_MAY_BE_PRUNE = frozenset({"segment.missing", "prune.unvouched", "seqs.missing", "rank.missing", "seal.differs"})
+"""What a prune looks like that began after the receipts were listed: then the run is looked at again, a few times."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes checked so far, bytes in all)."""
@@ -61,26 +66,19 @@ def verify(
         raise LedgerError(f"no run {run_id!r} in {store.url}; `rlk-ledger runs` lists what is there.")
     everywhere = {*filter(_is_name, names), *(copy.checkpoint.info.run_id for copy in copies)}
     runs = [run_id] if run_id is not None else sorted(everywhere)
-    receipts: list[Receipt] = []
-    covered: list[Covered] = []
-    pruned = 0
     chains = [(run, check_chains(store, run, info, ledger_bytes)) for run in runs]
-    size = sum(receipt.segment.bytes for _, chain in chains for receipt in chain.receipts)
-    done = _Counter(size, progress)
+    done = _Counter(sum(receipt.segment.bytes for _, chain in chains for receipt in chain.receipts), progress)
+    checked: list[_Checked] = []
     for run, chain in chains:
-        coverage = check_checkpoints(store, run, info, chain, copies_of(copies, run), publics)
-        findings += chain.findings + coverage.findings
-        covered.append(coverage.summary)
-        graves = graves_of(store, run, chain.receipts)
-        damaged, absent = _check_segments(store, run, chain.receipts, graves, deep, done, findings)
-        pruned += len(absent)
-        findings += check_promise(chain.info, layout.run_json(run))
-        findings += check_index(store, run, chain.receipts, [name for name, _ in chain.listing])
-        findings += check_seal(store, run, info, chain, coverage, publics)
-        vouched = Vouched(coverage, copies_of(copies, run), bool(publics))
-        findings += check_pruned(store, run, chain.receipts, graves, absent, vouched)
-        findings += check_writers(store, run, chain.receipts, chain.info, damaged, graves)
-        receipts += chain.receipts
+        check = _RunCheck(store, run, info, copies_of(copies, run), publics, deep, done)
+        found = check.check(chain)
+        for _ in range(_AGAIN):
+            if _MAY_BE_PRUNE.isdisjoint(f.kind for f in found.findings) or not check.went_on(found.chains):
+                break
+            found = check.check(check_chains(store, run, info, ledger_bytes))
+        checked.append(found)
+        findings += found.findings
+    receipts = [receipt for found in checked for receipt in found.chains.receipts]
     return result(
         list(dict.fromkeys(findings)),
         deep=deep,
@@ -88,9 +86,9 @@ def verify(
         receipts=len(receipts),
         segments=len({r.segment.name for r in receipts}),
         events=sum(r.segment.rows for r in receipts),
-        size=size,
-        pruned=pruned,
-        checkpoints=tuple(covered),
+        size=sum(r.segment.bytes for r in receipts),
+        pruned=sum(found.pruned for found in checked),
+        checkpoints=tuple(found.covered for found in checked),
         copies=len(copies),
     )
 
@@ -127,34 +125,75 @@ class _Counter:
         self.progress = progress
 
     def add(self, count: int) -> None:
-        self.done += count
+        self.done = min(self.done + count, self.size)
         if self.progress is not None:
             self.progress(self.done, self.size)
 
 
-def _check_segments(
-    store: Store,
-    run_id: str,
-    receipts: Sequence[Receipt],
-    graves: Graves,
-    deep: bool,
-    done: _Counter,
-    findings: list[Finding],
-) -> tuple[set[str], set[str]]:
-    """Checks the segments on as many threads as there are cores (hashing frees the interpreter).
+class _Checked(NamedTuple):
+    """What became of one run: its chains as they were read, what is covered, how many segments are pruned."""
 
-    Returns the paths of the damaged ones and the names of those that are gone as a tombstone says.
-    """
-    damaged, absent = set(), set()
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for receipt, found in zip(
-            receipts, pool.map(lambda r: check_segment(store, run_id, r, deep), receipts), strict=True
-        ):
-            done.add(receipt.segment.bytes)
-            if receipt.segment.name in graves.by_name and [f.kind for f in found] == ["segment.missing"]:
-                absent.add(receipt.segment.name)
-                continue
-            findings += found
-            if any(f.severity == "error" for f in found):
-                damaged.add(layout.segment_path(run_id, receipt.segment.name))
-    return damaged, absent
+    chains: Chains
+    findings: list[Finding]
+    covered: Covered
+    pruned: int
+
+
+class _RunCheck(NamedTuple):
+    """The check of one run, as often as it has to be done; `copies` are those of the run."""
+
+    store: Store
+    run_id: str
+    ledger: LedgerInfo | None
+    copies: Sequence[Copy]
+    keys: Sequence[bytes]
+    deep: bool
+    done: "_Counter"
+
+    def check(self, chains: Chains) -> _Checked:
+        """Everything there is to say about the run, given its chains. Raises StoreError."""
+        store, run, receipts = self.store, self.run_id, chains.receipts
+        coverage = check_checkpoints(store, run, self.ledger, chains, self.copies, self.keys)
+        findings = chains.findings + coverage.findings
+        graves = graves_of(store, run, receipts)
+        damaged, absent = self._check_segments(receipts, graves, findings)
+        findings += check_promise(chains.info, layout.run_json(run))
+        findings += check_index(store, run, receipts, [name for name, _ in chains.listing])
+        findings += check_seal(store, run, self.ledger, chains, coverage, self.keys)
+        vouched = Vouched(coverage, self.copies, bool(self.keys))
+        findings += check_pruned(store, run, receipts, graves, absent, vouched)
+        findings += check_writers(store, run, receipts, chains.info, damaged, graves)
+        return _Checked(chains, findings, coverage.summary, len(absent))
+
+    def went_on(self, chains: Chains) -> bool:
+        """Whether receipts or checkpoints came since `chains` were listed."""
+        known = {name for name, _ in chains.listing}
+        prefix = layout.run_root(self.run_id)
+        return any(
+            entry.path.removeprefix(f"{prefix}/") not in known
+            for folder in ("receipt", "checkpoint")
+            for entry in self.store.list(f"{prefix}/{folder}")
+        )
+
+    def _check_segments(
+        self, receipts: Sequence[Receipt], graves: Graves, findings: list[Finding]
+    ) -> tuple[set[str], set[str]]:
+        """Checks the segments on as many threads as there are cores (hashing frees the interpreter).
+
+        Returns the paths of the damaged ones and the names of those that are gone as a tombstone says.
+        """
+        damaged, absent = set(), set()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for receipt, found in zip(
+                receipts,
+                pool.map(lambda r: check_segment(self.store, self.run_id, r, self.deep), receipts),
+                strict=True,
+            ):
+                self.done.add(receipt.segment.bytes)
+                if receipt.segment.name in graves.by_name and [f.kind for f in found] == ["segment.missing"]:
+                    absent.add(receipt.segment.name)
+                    continue
+                findings += found
+                if any(f.severity == "error" for f in found):
+                    damaged.add(layout.segment_path(self.run_id, receipt.segment.name))
+        return damaged, absent
