@@ -55,7 +55,7 @@ class Nothing:
 
     def flush(self, level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
         """There is nothing to wait for."""
-        if level not in LEVELS and level != "checkpointed":
+        if level not in LEVELS:
             raise UsageError(f"flush: level {level!r} is unknown; use one of {', '.join(LEVELS)}.")
         return dict.fromkeys(LEVELS, -1)
 
@@ -98,7 +98,7 @@ def acting() -> Recorder | Nothing:
 
 
 def flush(level: str = "committed", timeout: float = 30.0) -> dict[str, int]:
-    """Waits until everything recorded by this process has reached `level` (spooled, synced, committed).
+    """Waits until everything this process recorded is `level`: spooled, synced, committed or checkpointed.
 
     Returns the watermark per level: the last sequence number that reached it, -1 for none. Raises FlushTimeout after
     `timeout` seconds, saying what is outstanding and why; UsageError for an unknown level.

@@ -85,6 +85,21 @@ class Durability:
         request_flush(self._directory, seq)
         return self.ensure_shipper()
 
+    def leave(self, seq: int, timeout: float) -> str | None:
+        """Asks for the rest up to `seq` on the way out, waiting at most `timeout` seconds; what went wrong, if any."""
+        if self._config.shipper == "off":
+            return None
+        try:
+            if timeout > 0 or self._config.shipper == "inline":
+                self.wait("committed", seq, timeout)
+            else:
+                self.ask(seq)
+        except FlushTimeout as error:
+            return str(error)
+        except Exception as error:
+            return f"close() could not wait for the shipper: {error}"
+        return None
+
     def _pass_on(self, status: Status) -> None:
         """Says once what the shipper found wrong with the store although it ships."""
         if status.warning and not self._told:

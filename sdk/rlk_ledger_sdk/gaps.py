@@ -1,7 +1,13 @@
 """Sequence numbers that were consumed and hold nothing, until a gap event states them."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from rlk_ledger_sdk.spool import SpoolWriter
+
+Encoded = Callable[[str, dict[str, Any]], bytes]
+"""The payload of an event of this type with these fields, under the next sequence number of the spool."""
 _ORDER = ("audit", "bulk", "internal", "rejected")
 
 
@@ -60,6 +66,27 @@ class Losses:
             "bytes": self._bytes or None,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+    def event(self, spool: "SpoolWriter", encoded: Encoded) -> bytes:
+        """The payload of the gap event as it will be put, kept where a kill leaves it."""
+        seq, kept = spool.at[1], self.kept
+        if kept is None or kept[0] != seq:
+            kept = (seq, encoded("gap", self.fields()))
+            spool.keep(kept[1])
+            self.kept = kept
+        return kept[1]
+
+    def state(self, spool: "SpoolWriter", encoded: Encoded, roll: bool) -> bool:
+        """Puts the gap event, in the reserve if need be; False when it has to wait. Raises Full, when `roll`."""
+        payload = self.event(spool, encoded)
+        self.written_as(spool.at[1])
+        if not spool.put_reserved(payload):
+            if not roll:
+                return False
+            spool.put(payload)
+        self.clear()
+        spool.keep(b"")
+        return True
 
     def clear(self) -> None:
         """Forgets the range: a gap event holds it now."""

@@ -1,10 +1,13 @@
-"""The spool directory: made, owned, writable and on a disk that can hold it, or refused."""
+"""The spool directory: made, owned, writable and on a disk that can hold it, or refused; and who writes there."""
 
 import os
+import time
 
 from rlk_ledger_schemas.errors import ConfigError
+from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_sdk.config import Config
 from rlk_ledger_sdk.filesystem import is_network, name_of
+from rlk_ledger_sdk.process import identity
 
 
 def prepare_spool(config: Config) -> None:
@@ -27,3 +30,24 @@ def prepare_spool(config: Config) -> None:
             f"init: the spool {path} is on {kind}, whose locks and cache lose events; use a local disk, or ask for it "
             f"by name with RLK_SPOOL={kind}:{path}."
         )
+
+
+def spool_header(config: Config, writer_id: str) -> SpoolHeader:
+    """What the spool files of a writer of this process say of it, but for their own numbers."""
+    me = identity()
+    return SpoolHeader(
+        writer_id=writer_id,
+        run_id=config.run_id,
+        ledger_url=config.url,
+        file_number=0,
+        first_seq=0,
+        pid=me.pid,
+        process_start=me.process_start,
+        host=me.host,
+        boot_id=me.boot_id,
+        redaction=config.redaction.mode,
+        redaction_key_id=config.redaction.key_id,
+        consistency=config.consistency,
+        roles=config.run_opened["roles"],
+        opened_wall_us=time.time_ns() // 1000,
+    )

@@ -26,7 +26,6 @@ from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import NO_ARRAYS, encode_payload, pack_u32
 from rlk_ledger_schemas.errors import EventError, FlushTimeout, SpoolError, UsageError
 from rlk_ledger_schemas.events import REGISTRY, SCHEMA_VERSION, Event, check_fields, encode, make_plain
-from rlk_ledger_schemas.frame import SpoolHeader
 from rlk_ledger_sdk.budget import Budget
 from rlk_ledger_sdk.config import Config
 from rlk_ledger_sdk.durability import Durability
@@ -35,7 +34,7 @@ from rlk_ledger_sdk.forks import NO_PROCESS, new_mark, on_worker_exit
 from rlk_ledger_sdk.gaps import Losses
 from rlk_ledger_sdk.missing import without_none
 from rlk_ledger_sdk.modes import Mode
-from rlk_ledger_sdk.place import prepare_spool
+from rlk_ledger_sdk.place import prepare_spool, spool_header
 from rlk_ledger_sdk.process import identity, new_writer_id
 from rlk_ledger_sdk.reference import NOT_RECORDED, Reference
 from rlk_ledger_sdk.scope import current_fields, merged
@@ -108,23 +107,7 @@ class Recorder:
         prepare_spool(self.config)
 
     def _new_spool(self, writer_id: str, directory: Path) -> SpoolWriter:
-        config, me = self.config, identity()
-        header = SpoolHeader(
-            writer_id=writer_id,
-            run_id=config.run_id,
-            ledger_url=config.url,
-            file_number=0,
-            first_seq=0,
-            pid=me.pid,
-            process_start=me.process_start,
-            host=me.host,
-            boot_id=me.boot_id,
-            redaction=config.redaction.mode,
-            redaction_key_id=config.redaction.key_id,
-            consistency=config.consistency,
-            roles=config.run_opened["roles"],
-            opened_wall_us=time.time_ns() // 1000,
-        )
+        config, header = self.config, spool_header(self.config, writer_id)
         budget = Budget(directory, config.budget_bytes, config.block_ms)
         return SpoolWriter(directory, header, method_for(name_of(str(config.spool))), budget)
 
@@ -230,7 +213,7 @@ class Recorder:
                     raise
                 if payload and name == "writer.closed" and not self._losses and spool.put_reserved(payload):
                     return Reference(self.writer_id, seq)
-                self._drop(name, error, len(payload) or _size(arrays))
+                self._drop(name, error, len(payload) or sum(len(array.data) for array in arrays.values()))
                 return Reference(self.writer_id, None, contract_id)
         reference = Reference(self.writer_id, seq, contract_id)
         if contract_id is not None:
@@ -264,7 +247,8 @@ class Recorder:
         """
         if not self._losses:
             return False
-        self._spool.make_room(len(self._gap_event()), len(payload) + 16)  # 16: its number may take more bytes
+        gap = self._losses.event(self._spool, self._encoded)
+        self._spool.make_room(len(gap), len(payload) + 16)  # 16: its number may take more bytes
         if not self._state_losses(roll=False):  # pragma: no cover - there is room
             raise Full(f"no room for what was lost in {self.directory}")
         return True
@@ -301,34 +285,17 @@ class Recorder:
         """
         self._losses.add(self._spool.at[1], kind, nbytes, reason[:500], event_type[:500])
         self._spool.skip()
-        self._gap_event()
+        self._losses.event(self._spool, self._encoded)
         if roll or self._losses.due:
             self._state_losses(roll)
 
     def _state_losses(self, roll: bool) -> bool:
-        """Writes the gap event of the pending losses, in the reserve if need be; False when it has to wait."""
-        payload = self._gap_event()
-        self._losses.written_as(self._spool.at[1])
-        if not self._spool.put_reserved(payload):
-            if not roll:
-                return False
-            try:
-                self._spool.put(payload)
-            except Full as full:
-                self._warn_full(full)
-                return False
-        self._losses.clear()
-        self._spool.keep(b"")
-        return True
-
-    def _gap_event(self) -> bytes:
-        """The gap event that states the losses, as bytes that are kept until it is put."""
-        seq, kept = self._spool.at[1], self._losses.kept
-        if kept is None or kept[0] != seq:
-            kept = (seq, self._encoded("gap", self._losses.fields()))
-            self._spool.keep(kept[1])
-            self._losses.kept = kept
-        return kept[1]
+        """Writes the gap event of the pending losses; False when it has to wait."""
+        try:
+            return self._losses.state(self._spool, self._encoded, roll)
+        except Full as full:
+            self._warn_full(full)
+            return False
 
     def _drop(self, name: str, full: Full, nbytes: int) -> None:
         """No room: counts the event as lost; an audit event makes the run non-auditable, or raises when strict."""
@@ -457,24 +424,12 @@ class Recorder:
         self._closed = True
         self._mark = NO_PROCESS
         if here:
-            self._wait_for_shipper(self.config.exit_s if timeout is None else timeout)
+            waits = self.config.exit_s if timeout is None else timeout
+            if left := self._durability.leave(self._spool.at[1] - 1, waits):
+                self._warn("close", "", left)
             if not self._owned():
                 with self._lock:
                     self._spool.close()
-
-    def _wait_for_shipper(self, timeout: float) -> None:
-        if self.config.shipper == "off":
-            return
-        last = self._spool.at[1] - 1
-        try:
-            if timeout > 0 or self.config.shipper == "inline":
-                self._durability.wait("committed", last, timeout)
-            else:
-                self._durability.ask(last)
-        except FlushTimeout as error:
-            self._warn("close", "", str(error))
-        except Exception as error:
-            self._warn("close", "", f"close() could not wait for the shipper: {error}")
 
 
 def _typed(event: Any, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -485,10 +440,6 @@ def _typed(event: Any, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if fields:
         raise EventError(f"record({type(event).__name__}(...)) takes no further fields, got {min(fields)!r}.")
     return event.TYPE, event.fields()
-
-
-def _size(arrays: dict[str, Array]) -> int:
-    return sum(len(array.data) for array in arrays.values())
 
 
 def _after_fork_in_child() -> None:
