@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        return _say(error.format_message() + _usage(error, arguments), 2)
+        return _say(_plain(error.format_message()) + _usage(error, arguments), 2)
     except click.Abort:
         return _say("stopped.", 130)
     except BrokenPipeError:
@@ -130,6 +130,12 @@ def main(argv: list[str] | None = None) -> int:
             return _say(f"the output cannot be written ({error.strerror}); send it elsewhere.", 2)
         return _say(f"internal error: {type(error).__name__}: {error}; --debug shows where, please report it.", 2)
     return code if isinstance(code, int) else 0
+
+
+def _plain(message: str) -> str:
+    """A sentence of the parser's, in words and with its full stop."""
+    message = message.replace("a valid float range", "a number").replace("a valid integer range", "a whole number")
+    return message if message.rstrip().endswith((".", "?", "!")) or "\n" in message else f"{message}."
 
 
 _MISTYPED = (click.MissingParameter, click.NoSuchOption, click.BadOptionUsage, click.BadArgumentUsage)

@@ -245,7 +245,10 @@ def open_ledger(url: str) -> Ledger:
     try:
         return Ledger(store, decode_ledger(store.read(layout.LEDGER)))
     except Missing:
-        raise LedgerError(f"no ledger at {store.url}: {layout.LEDGER} is not there; check the URL.") from None
+        raise LedgerError(
+            f"no ledger at {store.url}: {layout.LEDGER} is not there; check the URL "
+            "(the first job that records there begins one)."
+        ) from None
     except FormatError as error:
         raise LedgerError(f"{store.url}: {error}") from None
 

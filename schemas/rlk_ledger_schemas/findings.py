@@ -41,7 +41,7 @@ _LOGPROBS = "select sample_id, source, pass_id, weight_version, token_digest fro
 FINDINGS: dict[str, FindingType] = {
     "contract.differs": _f(
         "error",
-        "the two sides declare different numeric contracts",
+        "the two sides compute under different numeric contracts",
         "contract.declared of both sides",
         "select * from events where type = 'contract.declared' and run_id = $run",
         "Make the named field equal on both sides, or declare what really runs.",

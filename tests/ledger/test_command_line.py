@@ -102,6 +102,8 @@ def test_the_ledger_comes_from_the_environment_too(capsys, ledger: str, monkeypa
         (["verify", "none", "--ledger", "LEDGER"], "no run 'none'"),
         (["vrify"], "did you mean `verify`?"),
         (["verify", "--dep"], "No such option"),
+        (["prune", "r1", "--before-step", "x"], "'x' is not a whole number."),
+        (["seal", "r1", "more"], "(more). `rlk-ledger seal --help` says how."),
         (["recover", "/nowhere"], "/nowhere is not a directory"),
         (["ship", "--until-idle", "--spool", "/nowhere"], "/nowhere is not a directory"),
     ],
