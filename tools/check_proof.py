@@ -98,11 +98,11 @@ def check_signatures(text, lines, vkeys):  # refuses unless each of `vkeys` sign
         need(mine and all(key[0] == 1 and signed(key[1:], text.encode(), x) for x in mine), f"not signed by {vkey}")
 def follow(bundle, receipt):  # the event's fields, when the receipt's root covers it; None when it holds no event
     event, named = bundle["event"], (receipt["run_id"], bundle["writer_id"], bundle["seq"])
+    need(type(named[2]) is int and named[1].isprintable() and named[1].isascii(), "that is no name of an event")
     if event is None:
         held = [w.get("ranges", [[w["first"], w["last"]]]) for w in receipt["writers"] if w["writer_id"] == named[1]]
         return need(any(a <= named[2] <= b for spans in held for a, b in spans), "the receipt does not name this event")
-    envelope = b64(event["envelope"])
-    said, end = unpack(envelope)
+    said, end = unpack(envelope := b64(event["envelope"]))
     need(end == len(envelope) and (said["run_id"], said["writer_id"], said["seq"]) == named, "it is another event")
     leaf = b64(event["leaf"])
     root = "sha256:" + climb(leaf, event["index"], receipt["segment"]["rows"], event["path"]).hex()
@@ -127,7 +127,7 @@ def check(bundle, vkeys=(), kept=None):  # what is proved and what not, as text;
         need(kept_origin == origin and roots.get(kept_size) == kept_root, "it does not continue the one you kept")
         need(vkeys or log["index"] < kept_size, "the checkpoint you kept is older than the event; give --key as well")
     proved = f"""proved: event {bundle["seq"]} of writer {bundle["writer_id"]} of run {receipt["run_id"]}
-  it says: {json.dumps(said, default=repr) if said else "(its segment is gone; its receipt names it)"}
+  it says: {json.dumps(said, default=repr) if said else "(not in this bundle: its segment may be gone; it is named)"}
   its receipt is number {log["index"]} of {size} in the log {origin}
   under the root {base64.b64encode(root).decode()}"""
     trust = [f"signed by {vkey}" for vkey in vkeys] + ["in one history with the one you kept"] * (kept is not None)

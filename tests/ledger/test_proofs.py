@@ -144,9 +144,17 @@ def test_an_event_whose_segment_is_gone_proves_its_receipt_and_says_so(ledger: L
     (Path(ledger.url) / "runs" / RUN / segment).unlink()
     document = exported(ledger, A, 3)
     assert document["event"] is None
-    assert "its segment is gone" in check_proof.check(document, [signer.vkey()])
-    for change in ({"seq": 7}, {"seq": 4}, {"writer_id": B}, {"seq": "3"}, {"seq": None}):
+    assert "not in this bundle" in check_proof.check(document, [signer.vkey()])
+    for change in ({"seq": 7}, {"seq": 4}, {"writer_id": B}, {"seq": "3"}, {"seq": None}, {"seq": 2.5}, {"seq": True}):
         refused({**document, **change})
+
+
+@pytest.mark.parametrize("name", ["x\n  signed by somebody", "x\x1b[2K", "x\u2028y", "\u202ex"])
+def test_no_name_in_a_bundle_writes_lines_of_the_verdict(name: str) -> None:
+    """Whoever makes a ledger chooses its writers' names; what the checker prints is the checker's."""
+    receipt = {"run_id": RUN, "writers": [{"writer_id": name, "first": 0, "last": 3}]}
+    with pytest.raises(ValueError, match="no name of an event"):
+        check_proof.follow({"event": None, "writer_id": name, "seq": 1}, receipt)
 
 
 def test_a_redacted_event_proves_what_was_recorded(tmp_path: Path) -> None:
