@@ -22,7 +22,10 @@ CALL_S, LONG_S = 60.0, 600.0
 SLOWEST = 250_000
 """Bytes a second below which an upload is given up."""
 
-_EXTRA = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+"""The client behind each extra of ours."""
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""The extra that brings the client of a protocol."""
 _PERMISSIONS = {
     "s3": {"create": "s3:PutObject", "read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
     "gcs": {
@@ -71,16 +74,16 @@ def connect(url: str, protocol: str) -> tuple[Any, str]:
         import fsspec
 
         kind = _kind(fsspec.get_filesystem_class(protocol), protocol)
-        options = {**kind._get_kwargs_from_urls(url), **_filled_in(kind, _EXTRA.get(protocol, protocol))}
+        options = {**kind._get_kwargs_from_urls(url), **_filled_in(kind, EXTRAS.get(protocol, protocol))}
         root = str(kind._strip_protocol(url)).rstrip("/")
         options.pop("path", None)
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
         key = (os.getpid(), protocol, repr(sorted(options.items())), environment)
         if key not in _held:
-            _held[key] = _patient(kind(**options, skip_instance_cache=True), _EXTRA.get(protocol, protocol))
+            _held[key] = _patient(kind(**options, skip_instance_cache=True), EXTRAS.get(protocol, protocol))
         return _held[key], root
     except ImportError as error:
-        extra = _EXTRA.get(protocol)
+        extra = EXTRAS.get(protocol)
         how = f'pip install "rlk-ledger[{extra}]"' if extra else f"install the fsspec client for {protocol}://"
         raise ConfigError(f"{url}: the client for {protocol}:// is not installed ({error}); {how}.") from None
     except ValueError as error:
@@ -91,12 +94,12 @@ def connect(url: str, protocol: str) -> tuple[Any, str]:
 
 def permission(protocol: str, verb: str) -> str:
     """What the store's own language calls the right to `verb` (create, read, list, delete)."""
-    return _PERMISSIONS.get(_EXTRA.get(protocol, protocol), {}).get(verb, verb)
+    return _PERMISSIONS.get(EXTRAS.get(protocol, protocol), {}).get(verb, verb)
 
 
 def advice(protocol: str, text: str) -> str | None:
     """What to do about a client's own sentence: no credentials, or nobody at the address; None for any other."""
-    client = _EXTRA.get(protocol, protocol)
+    client = EXTRAS.get(protocol, protocol)
     if _NO_CREDENTIALS.search(text):
         return _CREDENTIALS.get(client)
     if _NO_SERVER.search(text):
@@ -110,7 +113,7 @@ def _kind(kind: Any, protocol: str) -> Any:
     gcsfs' class for zonal buckets asks a gRPC service about every bucket first, a minute each where there is none: it
     is used only where the environment asks for it by name.
     """
-    if _EXTRA.get(protocol) == "gcs" and "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT" not in os.environ:
+    if EXTRAS.get(protocol) == "gcs" and "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT" not in os.environ:
         from gcsfs.core import GCSFileSystem
 
         return GCSFileSystem

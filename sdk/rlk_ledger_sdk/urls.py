@@ -3,7 +3,9 @@
 import re
 
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
-_SIGNED = re.compile(r"[?&](sig|signature|sv|token|key|secret|X-Amz-\w+|X-Goog-\w+)=", re.IGNORECASE)
+_WORDS = "secret|token|passw|credential|signature|(?:access|account).?key"
+_NAMED = rf"sig|sv|key|X-Amz-\w+|X-Goog-\w+|[^=&#]*(?:{_WORDS})[^=&#]*"
+_SIGNED = re.compile(rf"[?&](?:{_NAMED})=", re.IGNORECASE)
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 _WITH_CONTAINER = ("abfs", "abfss", "az", "adl")

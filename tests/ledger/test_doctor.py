@@ -225,6 +225,7 @@ def test_a_shipper_that_serves_is_seen_and_its_last_error_told(new_writer, spool
         "s3://bucket/x?AWS_SECRET_ACCESS_KEY=hidden",
         "https://host/x?sig=hidden",
         "abfs://user:hidden@account/x",
+        "gs://bucket/x?password=hidden",
     ],
 )
 def test_a_credential_in_the_url_fails_is_not_printed_and_nothing_is_contacted(url: str) -> None:

@@ -2,7 +2,6 @@
 
 import email.utils
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from rlk_ledger import layout
 from rlk_ledger.buckets import FsspecStore
@@ -21,6 +20,7 @@ from rlk_ledger.doctor.check import Check
 from rlk_ledger.store import FileStore, Missing, Store, open_store
 from rlk_ledger_schemas.errors import ConfigError, RlkError, StoreError
 from rlk_ledger_schemas.objects import decode_ledger
+from rlk_ledger_sdk.urls import holds_secret
 
 ANSWER_S = 30.0
 """How long a store may take before it counts as not answering."""
@@ -28,16 +28,13 @@ _SKEW_S = 5.0
 _BAD_SKEW_S = 300.0  # object stores refuse signed requests beyond 15 minutes
 _SLOW_MS = 500.0
 _READS = 5
-_SECRET = re.compile(r"(?i)(secret|token|passw|credential|signature|access.?key|account.?key|^sig$|^key$)")
 
 
 def check_url(url: str) -> Check:
     """Whether the URL itself holds a credential: it is written into spools, logs and process lists."""
-    parts = urlsplit(url)
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.scheme else "the path"
-    user = parts.username if parts.scheme not in ("abfs", "abfss", "az", "adl") else None
-    named = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if _SECRET.search(name)]
-    if parts.password or user or named:
+    if holds_secret(url):
+        parts = urlsplit(url)
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.scheme else "the path"
         advice = "put them into the environment or the client's own configuration; replace the credential"
         return Check("ledger url", "fail", f"the ledger URL at {shown} holds a credential", advice)
     return Check("ledger url", "ok", "the ledger URL holds no credential")

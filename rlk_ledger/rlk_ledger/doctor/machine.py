@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rlk_ledger.clients import EXTRAS, PACKAGES
 from rlk_ledger.doctor.check import Check
 from rlk_ledger.terminal import size_text
 from rlk_ledger_schemas.errors import ConfigError
@@ -23,7 +24,6 @@ from rlk_ledger_sdk.choices import nearest
 from rlk_ledger_sdk.config import load_config
 from rlk_ledger_sdk.spool import LARGEST_FILE
 
-CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _NEEDED = re.compile(r"([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)\s*$")
 _LEAST_FILES = 1024
 _LEAST_MEMORY = 1 << 30
@@ -41,9 +41,8 @@ def check_versions(url: str | None) -> Iterator[Check]:
     yield Check("version", "ok", f"{text}; writes and reads ledger format {FORMAT}, spool format {SPOOL_FORMAT}")
     yield _libraries(requires)
     scheme = (url or "").partition("://")[0] if "://" in (url or "") else ""
-    client = CLIENTS.get(scheme)
-    if client is not None:
-        yield _client(client, scheme, requires)
+    if scheme in EXTRAS:
+        yield _client(scheme, requires)
 
 
 def _libraries(requires: list[str]) -> Check:
@@ -74,8 +73,9 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.match(r"[0-9.]*", version)[0].split(".") if part)  # type: ignore[index]
 
 
-def _client(client: str, scheme: str, requires: list[str]) -> Check:
-    extra = {"s3fs": "s3", "gcsfs": "gcs", "adlfs": "azure"}[client]
+def _client(scheme: str, requires: list[str]) -> Check:
+    extra = EXTRAS[scheme]
+    client = PACKAGES[extra]
     advice = f'pip install --upgrade "rlk-ledger[{extra}]"'
     try:
         there = importlib.metadata.version(client)
