@@ -72,10 +72,10 @@ def ship_all(spool: Path) -> None:
 def plain_parquet(tables: list[pa.Table]) -> None:
     """What pyarrow needs for the same tables with the same codec and encodings, and nothing else."""
     for table in tables:
-        floats = {f"{f.name}.list.element": "BYTE_STREAM_SPLIT" for f in table.schema if f.name.endswith("float32")}
+        arrays = {f"{f.name}.list.element" for f in table.schema if pa.types.is_list(f.type)}
+        split = {name: "BYTE_STREAM_SPLIT" for name in arrays if not name.endswith("int8.list.element")}
         coded = [f.name for f in table.schema if not pa.types.is_list(f.type) and f.name not in ("body", "leaf")]
-        coded += [f"{f.name}.list.element" for f in table.schema if "int" in f.name and pa.types.is_list(f.type)]
-        options: dict[str, Any] = {"compression": "zstd", "use_dictionary": coded, "column_encoding": floats}
+        options: dict[str, Any] = {"compression": "zstd", "use_dictionary": coded, "column_encoding": split}
         pq.write_table(table, pa.BufferOutputStream(), **options)
 
 
