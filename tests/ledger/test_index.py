@@ -175,6 +175,10 @@ class Counting(FileStore):
         self.asked.append(f"list {prefix}")
         return super().list(prefix)
 
+    def children(self, prefix: str) -> tuple[str, ...]:
+        self.asked.append(f"children {prefix}")
+        return super().children(prefix)
+
     def receipts_read(self) -> int:
         return sum("/receipt/" in call and call.startswith("read") for call in self.asked)
 
@@ -245,7 +249,9 @@ def test_an_index_costs_no_receipt_but_the_tail(url: str) -> None:
     assert _plain(Run(store, RUN).receipts) == _truth(url)
     chains = len({r.shipper for r in _truth(url)})
     assert store.receipts_read() == chains  # one look for what follows in each
-    assert not any(call.startswith("list") for call in store.asked)
+    assert not any(call.startswith("list") or "segment" in call for call in store.asked)
+    listed = sorted(call.rpartition("/")[2] for call in store.asked if call.startswith("children"))
+    assert listed == ["index", "receipt"], "the two listings there are, and none of segments"
     files = sum("/index/" in call for call in store.asked)
     assert files <= len(_indexes(url)).bit_length() + 1
 
