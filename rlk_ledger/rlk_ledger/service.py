@@ -17,8 +17,8 @@ from rlk_ledger.shipper import Shipper
 from rlk_ledger.spools import WriterSpool
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.errors import ConfigError, SpoolError
+from rlk_ledger_sdk.status import LOCK
 
-LOCK = "shipper.lock"
 LINGER_S = 5.0
 """How long a shipper that has nothing to do stays, so that the next writer finds it."""
 GIVE_UP = 60

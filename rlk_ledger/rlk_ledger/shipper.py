@@ -26,7 +26,8 @@ from rlk_ledger.segments import SEGMENT_BYTES
 from rlk_ledger.spools import WriterSpool
 from rlk_ledger.store import Store, open_store
 from rlk_ledger_schemas.errors import SpoolError
-from rlk_ledger_sdk.status import CHECKPOINT_REQUEST, Status, read_status
+from rlk_ledger_sdk.loss_page import NAME as LOSSES
+from rlk_ledger_sdk.status import CHECKPOINT_REQUEST, FLUSH_REQUEST, STATUS, Status, read_request, read_status
 
 SYNC_EVERY_S = 1.0
 FORGET_AFTER_S = 3600.0
@@ -141,9 +142,8 @@ class Shipper:
             committed = outbox.committed_up_to(writer.writer_id)
             if writer.closed and writer.read_seq > committed:
                 wanted.add((outbox.url, outbox.run_id))
-            with contextlib.suppress(OSError, ValueError):
-                if int((writer.directory / "flush").read_text()) > committed:
-                    wanted.add((outbox.url, outbox.run_id))
+            if read_request(writer.directory, FLUSH_REQUEST) > committed:
+                wanted.add((outbox.url, outbox.run_id))
         return wanted
 
     def _cover(self, rest: bool = False) -> None:
@@ -173,9 +173,8 @@ class Shipper:
                 outbox.checkpoints.covered_up_to(writer.writer_id),
                 outbox.committed_up_to(writer.writer_id),
             )
-            with contextlib.suppress(OSError, ValueError):
-                if covered < int((writer.directory / CHECKPOINT_REQUEST).read_text()) <= committed:
-                    out.add((outbox.url, outbox.run_id))
+            if covered < read_request(writer.directory, CHECKPOINT_REQUEST) <= committed:
+                out.add((outbox.url, outbox.run_id))
         return out
 
     def cover_rest(self) -> bool:
@@ -258,7 +257,7 @@ class Shipper:
             self._status[writer.writer_id] = now
 
     def _forget_empty(self, writer: WriterSpool) -> None:
-        status = writer.directory / "status.json"
+        status = writer.directory / STATUS
         with contextlib.suppress(OSError):
             if not writer.files and time.time() - status.stat().st_mtime > FORGET_AFTER_S:
                 self._forget(writer)
@@ -316,7 +315,7 @@ class Shipper:
         news = False
         for writer_id, writer in self.writers.items():
             with contextlib.suppress(OSError):
-                request = (writer.directory / "flush").stat()
+                request = (writer.directory / FLUSH_REQUEST).stat()
                 seen: tuple[int, ...] = (request.st_mtime_ns, request.st_ino)
                 with contextlib.suppress(OSError):
                     request = (writer.directory / CHECKPOINT_REQUEST).stat()
@@ -367,13 +366,13 @@ def _writer_folders(spool: Path) -> Iterator[Path]:
 def _write_status(directory: Path, status: Status) -> None:
     fresh = directory / ".status.tmp"
     fresh.write_bytes(msgspec.json.encode(status))
-    fresh.replace(directory / "status.json")
+    fresh.replace(directory / STATUS)
 
 
 def _remove_folder(directory: Path) -> None:
     """Removes what a finished writer and its shipper left; a folder that holds anything else stays."""
     with contextlib.suppress(OSError):
-        for name in ("status.json", "flush", CHECKPOINT_REQUEST, "losses", ".status.tmp", ".flush.tmp"):
+        for name in (STATUS, FLUSH_REQUEST, CHECKPOINT_REQUEST, LOSSES, ".status.tmp", ".flush.tmp"):
             (directory / name).unlink(missing_ok=True)
         for path in directory.glob(".*.tmp"):
             path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from rlk_ledger.leftovers import Left, look
 from rlk_ledger.terminal import size_text
 from rlk_ledger_sdk.config import DEFAULT_BUDGET
 from rlk_ledger_sdk.filesystem import is_network, method_for, name_of
-from rlk_ledger_sdk.status import lock_is_free
+from rlk_ledger_sdk.status import LOCK, lock_is_free
 
 LEAST_FREE = 64 << 20
 """Bytes of free space without which not even one spool file of full size can be made."""
@@ -46,7 +46,7 @@ def check_leftovers(spool: Path) -> Iterator[Check]:
         yield Check("leftovers", "ok", f"{spool} does not exist yet: nothing waits")
         return
     left = look(spool)
-    served = (spool / "shipper.lock").exists() and not lock_is_free(spool)
+    served = (spool / LOCK).exists() and not lock_is_free(spool)
     yield _shipper(spool, left, served)
     yield from _waiting(spool, left, served)
     for error in sorted({one.error for one in left if one.error and one.waiting}):
