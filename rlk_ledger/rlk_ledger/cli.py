@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,19 +118,23 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else _say(str(error.code), 2)
     except RlkError as error:
-        if "--debug" in arguments:
-            raise
+        _debug(arguments)
         return _say(str(error), 2)
     except KeyboardInterrupt:
         return _say("stopped.", 130)
     except Exception as error:
-        if "--debug" in arguments:
-            raise
+        _debug(arguments)
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_OUTPUT:
             _discard_output()
             return _say(f"the output cannot be written ({error.strerror}); send it elsewhere.", 2)
         return _say(f"internal error: {type(error).__name__}: {error}; --debug shows where, please report it.", 2)
     return code if isinstance(code, int) else 0
+
+
+def _debug(arguments: Sequence[str]) -> None:
+    """The traceback of the error at hand, where it is wanted. The exit code stays: Python's own 1 means a finding."""
+    if "--debug" in arguments:
+        traceback.print_exc()
 
 
 def _plain(message: str) -> str:

@@ -33,7 +33,7 @@ def ledger_option(command: _F) -> _F:
 
 
 def output_options(command: _F) -> _F:
-    """--json (one document with stable keys) and --debug (a traceback instead of a sentence)."""
+    """--json (one document with stable keys) and --debug (a traceback before the sentence)."""
     command = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback on errors.")(command)
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 

@@ -117,11 +117,14 @@ def test_a_mistake_is_one_sentence_and_exit_2(capsys, ledger: str, arguments: li
     assert "Traceback" not in err
 
 
-def test_debug_shows_the_traceback(ledger: str) -> None:
-    from rlk_ledger_schemas.errors import LedgerError
-
-    with pytest.raises(LedgerError):
-        cli.main(["show", "none", "--ledger", ledger, "--debug"])
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_debug_shows_the_traceback_and_the_exit_code_is_the_same(capsys, ledger: str, command: str) -> None:
+    """Python's own exit code for an error is 1, which would say that the ledger was tampered with."""
+    code, _, err = run(capsys, command, "none", "--ledger", ledger, "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "LedgerError" in err
+    assert err.splitlines()[-1].startswith("rlk-ledger: no run 'none'")
 
 
 def test_verify_exits_0_1_and_3_and_names_the_place(capsys, ledger: str) -> None:
