@@ -120,7 +120,7 @@ def load_config(
     get = options.get
     mode = load_mode(get("mode"), get("on_missing"))
     run, writer = _run_opened(options, mode), _writer_opened(options, parent_writer)
-    spool, spool_named = _spool(get("spool"))
+    spool, spool_named = spool_place(get("spool"))
     shipper = get("shipper") or env("RLK_SHIPPER") or "process"
     under_tests = "PYTEST_CURRENT_TEST" in os.environ
     on_error = get("on_error") or env("RLK_ON_ERROR") or ("raise" if under_tests else "warn")
@@ -309,18 +309,16 @@ def _place(rank: Any, world_size: Any) -> tuple[int, int]:
     return place[0], place[1]
 
 
-def spool_place(spool: Any = None) -> tuple[Path, str | None]:
-    """(spool directory, network file system that was asked for by name); `spool` or RLK_SPOOL; raises ConfigError."""
-    return _spool(spool)
-
-
 def spool_folder() -> Path:
     """This user's spool directory, as RLK_SPOOL or the default says; raises ConfigError."""
-    return _spool(None)[0]
+    return spool_place()[0]
 
 
-def _spool(spool: Any) -> tuple[Path, str | None]:
-    """(spool directory, file system asked for by name): `nfs:/mnt/x` names a file system that is else refused."""
+def spool_place(spool: Any = None) -> tuple[Path, str | None]:
+    """(spool directory, network file system asked for by name) of `spool`, else RLK_SPOOL; raises ConfigError.
+
+    `nfs:/mnt/x` names a file system that is else refused.
+    """
     text = env("RLK_SPOOL") if spool is None else spool
     if text is None:
         return Path(f"/var/tmp/rlk-{os.getuid()}"), None
