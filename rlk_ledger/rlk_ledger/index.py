@@ -102,12 +102,12 @@ def encode(info: IndexInfo, table: pa.Table) -> bytes:
     """The bytes of an index: Parquet, digests as they are, numbers and names dictionary-coded."""
     table = table.combine_chunks().replace_schema_metadata({_META: msgspec.json.encode(info, order="sorted")})
     plain = {"sha256", "root", "self", "samples", "ledger_json", "run_json", "public_key"}
-    sink = pa.BufferOutputStream()
+    names, sink = _leaves(table.schema), pa.BufferOutputStream()
     pq.write_table(
         table,
         sink,
-        compression=dict.fromkeys(_leaves(table.schema), "zstd") | dict.fromkeys(plain, "none"),
-        use_dictionary=[name for name in _leaves(table.schema) if name not in plain],
+        compression=dict.fromkeys(names, "zstd") | dict.fromkeys(plain, "none"),
+        use_dictionary=[name for name in names if name not in plain],
         write_statistics=False,
         write_page_checksum=True,
     )
