@@ -619,6 +619,10 @@ def test_what_came_after_a_copy_is_shown_whatever_covers_it_in_the_bucket(
         else:
             counts = (0, 3)
         assert (result.exit_code, summary.signed, summary.uncovered) == (Exit.OK, *counts)
+        other = signs and whose != "registered" and "keys" not in options
+        assert [f.object for f in result.findings if f.kind == "key.changed"] == (
+            [layout.checkpoint_path(RUN, 2)] if other else []
+        )
         assert [text.startswith("3 of ") and "newest" in text for text in told] == [True] * (counts[1] > 0)
 
 

@@ -255,10 +255,25 @@ class _Check:
         With keys or copies at hand those decide: others of the bucket are whoever's may write to it.
         """
         holds = [c for k, c in sorted(self.good.items()) if k not in self.broken]
+        if not self.keys:
+            self._say_other_keys(holds)
         if not self.keys and not self.copied:
             return holds[-1] if holds else None
         kept = [c for c in holds if c.k in self.kept]
         return max([*kept, *self._signed(holds)], key=lambda c: c.k, default=None)
+
+    def _say_other_keys(self, holds: Sequence[Checkpoint]) -> None:
+        """Names the checkpoints after the first signed one that do not bear its key: nobody says here whose that is."""
+        first = next((c for c in holds if c.info.public_key is not None), None)
+        if first is None:
+            return
+        after = [c for c in holds if c.k > first.k]
+        others = [c.k for c in after if c.info.public_key != first.info.public_key]
+        if others:
+            text = (
+                f"checkpoint {first.k} is signed; {len(others)} of {len(after)} after it bear another key or none, "
+            )
+            self._say("key.changed", self._path(others[0]), f"{text}this one first; `--key` says whose count")
 
     def _signed(self, holds: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Those of `holds` that a given key signed."""

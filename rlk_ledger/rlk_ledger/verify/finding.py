@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "signature.invalid": ("error", "a signature is not that of the key it claims"),
     "signature.missing": ("error", "a receipt without a signature in a chain that began with a key"),
     "signature.unchecked": ("info", "signatures nothing here can check"),
+    "key.changed": ("info", "checkpoints after a signed one that bear another key's signature, or none"),
     "key.unknown": ("info", "checkpoints signed by a key that was not given"),
     "object.unknown": ("error", "an object among the receipts or checkpoints that is none"),
     "seal.unreadable": ("error", "the seal does not parse, or `self` does not match its content"),

@@ -105,8 +105,13 @@ def _unvouched(run_id: str, graves: Graves, absent: Collection[str], vouched: Vo
             gone.setdefault((tombstone.receipt.shipper, tombstone.receipt.n), []).append(name)
     for place, names in gone.items():
         newer = "the copies" if vouched.copies and not vouched.keys else "the newest checkpoint that is believed"
+        are = (
+            f"1 segment is gone ({names[0]})"
+            if len(names) == 1
+            else f"{len(names)} segments are gone ({names[0]} first)"
+        )
         text = (
-            f"{len(names)} segments are gone ({names[0]} first); the tombstone in this receipt came after {newer} and "
+            f"{are}; the tombstone in this receipt came after {newer} and "
             "bears no registered signature: whoever can write to the bucket can have written it"
         )
         yield finding("prune.unvouched", layout.receipt_path(run_id, *place), text)
