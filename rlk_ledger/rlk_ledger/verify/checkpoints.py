@@ -270,9 +270,7 @@ class _Check:
         after = [c for c in holds if c.k > first.k]
         others = [c.k for c in after if c.info.public_key != first.info.public_key]
         if others:
-            text = (
-                f"checkpoint {first.k} is signed; {len(others)} of {len(after)} after it bear another key or none, "
-            )
+            text = f"checkpoint {first.k} is signed; {len(others)} of {len(after)} after it bear another key or none, "
             self._say("key.changed", self._path(others[0]), f"{text}this one first; `--key` says whose count")
 
     def _signed(self, holds: Sequence[Checkpoint]) -> list[Checkpoint]:
