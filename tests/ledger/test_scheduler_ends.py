@@ -21,7 +21,7 @@ import signal, sys, time
 import rlk_ledger
 
 def leave(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the scheduler's and the supervisor's: the second may find it leaving
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of scheduler and supervisor: it comes twice
     sys.exit(7)
 signal.signal(signal.SIGTERM, leave)
 rlk_ledger.init(run_id="r1", role="training")
