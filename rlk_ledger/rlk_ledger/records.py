@@ -63,28 +63,18 @@ class Record(NamedTuple):
     leaf: bytes
 
 
-class _Key(msgspec.Struct):
-    type: Any = None
-    writer_id: Any = None
-    seq: Any = None
-
-
-_decode_key = msgspec.msgpack.Decoder(_Key).decode
 _decode_projected = msgspec.msgpack.Decoder(_Projected).decode
 
 
 def make_record(envelope: bytes, arrays: dict[str, Array]) -> Record:
-    """The record of an event's bytes; writer and number are read from the envelope. Raises FormatError."""
-    try:
-        key = _decode_key(envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        key = _Key()
-    writer, seq = key.writer_id, key.seq
-    if type(key.type) is not str or type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
-        fields = decode_envelope(envelope)  # says what is wrong when it is no envelope at all
-        writer, seq = fields.get("writer_id"), fields.get("seq")
-        if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
-            raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
+    """The record of an event's bytes; writer and number are read from the envelope. Raises FormatError.
+
+    The whole envelope is decoded: what no reader could decode must be found here, not when its segment is made.
+    """
+    fields = decode_envelope(envelope)
+    writer, seq = fields.get("writer_id"), fields.get("seq")
+    if type(writer) is not str or type(seq) is not int or not 0 <= seq < LIMIT:
+        raise FormatError(f"an event of type {fields['type']!r} has writer_id {writer!r} and seq {seq!r}.")
     return Record(sys.intern(writer), seq, envelope, arrays, leaf_hash(envelope, arrays))
 
 

@@ -12,6 +12,7 @@ from rlk_ledger import cli, segments, service, spools
 from rlk_ledger import ledger as ledgers
 from rlk_ledger import outbox as outboxes
 from rlk_ledger import shipper as shippers
+from rlk_ledger.build import event
 from rlk_ledger.chain import Chain, Forked
 from rlk_ledger.contact import meet
 from rlk_ledger.ledger import Run
@@ -21,6 +22,7 @@ from rlk_ledger.service import elected, ship_once
 from rlk_ledger.shipper import Shipper
 from rlk_ledger.store import open_store
 from rlk_ledger.verify import verify
+from rlk_ledger_schemas.codec import encode_payload
 from rlk_ledger_schemas.errors import SpoolError, StoreError, UsageError
 from rlk_ledger_schemas.findings import Exit
 from rlk_ledger_schemas.frame import encode_header
@@ -185,10 +187,16 @@ def test_a_spool_that_grows_over_many_files_keeps_order_and_is_deleted_behind(ne
     assert len(list(writer.directory.glob("*.spool"))) == 1, "all but the newest are gone"
 
 
-def test_a_frame_that_is_whole_but_no_event_is_said_and_its_file_kept(new_writer, spool, url) -> None:
+@pytest.mark.parametrize("what", ["no msgpack", "text that is no UTF-8", "a time that is none"])
+def test_a_frame_that_is_whole_but_no_event_is_said_and_its_file_kept(new_writer, spool, url, what) -> None:
     writer = new_writer()
     first = writer.put()
-    writer.spool.put(b"\5\0\0\0nope!\0\0")
+    garbled = event(
+        RUN, writer.writer_id, 1, "weights.published", weight_version="XXXX", digest="sha256:00", tensor_count=1
+    )
+    odd = {"text that is no UTF-8": b"\xa4\xff\xfe\xff\xfe", "a time that is none": b"\xc7\x0c\xff" + b"\xff" * 12}
+    envelope = garbled.envelope.replace(b"\xa4XXXX", odd[what]) if what in odd else b"nope!"
+    writer.spool.put(encode_payload(envelope, {}))
     last = writer.close()
     Shipper(spool).cycle(flush=True)
     assert held(url) == expected(first, last)
