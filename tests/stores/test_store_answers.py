@@ -271,7 +271,6 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     given = {"s3": {"config_kwargs": {"read_timeout": 99}, "key": "k", "secret": "s"}, "gs": {"requests_timeout": 7}}
     monkeypatch.setattr(fsspec.config, "conf", given)
-    monkeypatch.setitem(fsspec.config.apply_config.__globals__, "conf", given)
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     s3 = open_store("s3://bucket/x").fs
     assert s3.config_kwargs["read_timeout"] == 99
