@@ -1,9 +1,10 @@
 // Opens a run's signed checkpoints with Go's own sumdb/note and recomputes every root with its tlog: an implementation
 // that shares no line with ours. It is vendored in the Go distribution, so no module is fetched:
 //
-//	cp -r $(go env GOROOT)/src/cmd/vendor/golang.org/x/mod/sumdb /tmp/x/sumdb && printf 'module golang.org/x/mod\ngo 1.22\n' > /tmp/x/go.mod
-//	go mod init notes && go mod edit -replace golang.org/x/mod=/tmp/x -require golang.org/x/mod@v0.0.0
-//	rm -r /tmp/x/sumdb/*.go /tmp/x/sumdb/dirhash && GOFLAGS=-mod=mod go run . VKEY ORIGIN runs/RUN/checkpoint/*
+//	cp -r $(go env GOROOT)/src/cmd/vendor/golang.org/x/mod/sumdb mod/sumdb        # into a folder `mod` of your own
+//	rm -r mod/sumdb/*.go mod/sumdb/dirhash && printf 'module golang.org/x/mod\ngo 1.22\n' > mod/go.mod
+//	go mod init notes && go mod edit -replace golang.org/x/mod=./mod -require golang.org/x/mod@v0.0.0
+//	GOFLAGS=-mod=mod go run . VKEY ORIGIN runs/RUN/checkpoint/*
 //
 // VKEY is the `key` that `rlk-ledger checkpoint RUN --json` prints, ORIGIN its `origin`.
 package main
