@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chaos_proxy import ChaosProxy
 from store_servers import SeaweedFS
+from waiting import wait_for
 
 import rlk_ledger
 from rlk_ledger.recover import recover
@@ -29,13 +29,6 @@ try:
 except rlk_ledger.errors.FlushTimeout as error:
     print("waited:", error)
 """
-
-
-def wait_for(what: Callable[[], object], timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 import rlk_ledger
 from rlk_ledger.recover import recover
@@ -48,13 +49,6 @@ class Acks:
             (seq,) = struct.unpack_from("<Q", self._memory, at)
             if seq:
                 yield self._memory[at + 8 : at + _SLOT].hex(), seq - 1
-
-
-def wait_for(what: Callable[[], object], timeout: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def knobs(url: str) -> Counter:

@@ -10,12 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 import rlk_ledger
 from rlk_ledger.recover import recover
@@ -26,13 +26,6 @@ from rlk_ledger_sdk.process import identity
 from rlk_ledger_sdk.status import read_status
 
 RUN = "r1"
-
-
-def wait_for(what: Callable[[], bool], timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def found(url: str) -> Counter:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 import rlk_ledger
 from rlk_ledger import checkpoints, signing
@@ -22,13 +23,6 @@ from rlk_ledger_schemas.objects import decode_receipt
 from rlk_ledger_sdk.status import lock_is_free, read_status, request_checkpoint, request_flush
 
 RUN = "r1"
-
-
-def wait_for(what: Callable[[], object], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def newest(url: str):

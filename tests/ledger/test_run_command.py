@@ -6,12 +6,11 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from rlk_ledger.verify import verify
 
@@ -41,14 +40,6 @@ elif then == "hang":
     while True:
         time.sleep(60)
 """
-
-
-def wait_for(what: Callable[[], Any], timeout: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from rlk_ledger.verify import verify
 
@@ -31,14 +30,6 @@ print("recorded", flush=True)
 while True:
     time.sleep(0.05)
 """
-
-
-def wait_for(what: Callable[[], Any], timeout: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from rlk_ledger import ledger as ledgers
 from rlk_ledger import outbox
@@ -20,13 +20,6 @@ from rlk_ledger.store import Store
 from rlk_ledger.verify import verify
 from rlk_ledger_schemas.errors import StoreError
 from rlk_ledger_sdk.status import lock_is_free, read_status, request_flush
-
-
-def wait_for(what: Callable[[], bool], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_a_started_shipper_serves_flushes_and_leaves_when_idle(new_writer, spool: Path, url: str) -> None:

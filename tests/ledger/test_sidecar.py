@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from rlk_ledger.leftovers import look
 from rlk_ledger.recover import recover
@@ -45,14 +45,6 @@ for line in sys.stdin:
     print("recorded", flush=True)
 """
 SHIP = [sys.executable, "-m", "rlk_ledger", "ship", "--until-idle"]
-
-
-def wait_for(what: Callable[[], Any], timeout: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return found
 
 
 def told(found: Any) -> list[str]:
