@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import waiting
 from waiting import wait_for
 
 import rlk_ledger
@@ -183,7 +184,7 @@ def test_more_dead_writers_than_descriptors_are_recovered(tmp_path: Path) -> Non
 JOB = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {support!r}]
 from test_processes_that_end import Acks
 
 
@@ -223,7 +224,7 @@ class Job:
         self.url, self.spool = str(folder / "ledger"), folder / "spool"
         self.acks = Acks(folder / "acks", 4 * 2000)
         script = folder / "job.py"
-        script.write_text(JOB.format(tests=str(Path(__file__).parent)))
+        script.write_text(JOB.format(tests=str(Path(__file__).parent), support=waiting.__file__.rpartition("/")[0]))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RLK_", "PYTEST_"))}
         command = [sys.executable, str(script), str(folder), method, str(seconds)]
         self.process = subprocess.Popen(
