@@ -34,7 +34,7 @@ class Backend(msgspec.Struct, frozen=True):
 
 
 BACKENDS = (
-    Backend(name="tiled", devices=("cpu",), deterministic=True, batch_invariant=True),
+    Backend(name="torch", devices=("cpu",), deterministic=True, batch_invariant=True),
     Backend(name="reference", devices=("cpu",), deterministic=False, batch_invariant=False),
 )
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlk_ledger_kernels.contracts import torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
-from rlk_ledger_kernels.ops.attention.tiled import attention
-from rlk_ledger_kernels.ops.embedding.tiled import embedding
-from rlk_ledger_kernels.ops.linear.tiled import PackedLinear, leaf_spans, linear, pack_linear, padded_outputs
-from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
-from rlk_ledger_kernels.ops.rope.tiled import RopeTable, frequencies, rope, rope_table
-from rlk_ledger_kernels.ops.selected_logprob.tiled import PackedHead, linear_logprob, pack_head, vocabulary_tiles
-from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
+from rlk_ledger_kernels.ops.attention.torch import attention
+from rlk_ledger_kernels.ops.embedding.torch import embedding
+from rlk_ledger_kernels.ops.linear.torch import PackedLinear, leaf_spans, linear, pack_linear, padded_outputs
+from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
+from rlk_ledger_kernels.ops.rope.torch import RopeTable, frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.selected_logprob.torch import PackedHead, linear_logprob, pack_head, vocabulary_tiles
+from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.probe import ShapesInUse
 from rlk_ledger_replay.checkpoint import Checkpoint
 from rlk_ledger_replay.numerics import Numerics

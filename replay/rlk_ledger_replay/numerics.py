@@ -9,19 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlk_ledger_kernels.contracts import (
-    AttentionContract,
-    DType,
-    LinearContract,
-    LogprobContract,
-    RmsNormContract,
-    RopeContract,
-    RoundingOrder,
-    SwigluContract,
-    one_of,
-    torch_dtype,
-)
+from rlk_ledger_kernels.dtypes import DType, one_of, torch_dtype
 from rlk_ledger_kernels.errors import ContractError
+from rlk_ledger_kernels.ops.attention.contract import AttentionContract
+from rlk_ledger_kernels.ops.linear.contract import LinearContract
+from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract, RoundingOrder
+from rlk_ledger_kernels.ops.rope.contract import RopeContract
+from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
+from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.schedule import Schedule
 
 

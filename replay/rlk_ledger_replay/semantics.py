@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from rlk_ledger_kernels.contracts import DType
+from rlk_ledger_kernels.dtypes import DType
 from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_schemas import dtypes

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rlk_ledger_kernels.contracts import AttentionContract
 from rlk_ledger_kernels.invariance import same_bits
 from rlk_ledger_kernels.ops.attention.cache import KVCache
+from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
-from rlk_ledger_kernels.ops.attention.tiled import attention
+from rlk_ledger_kernels.ops.attention.torch import attention
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
 HEADS, KV, D = 4, 2, 32

@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 
 from rlk_ledger_kernels import probe
-from rlk_ledger_kernels.contracts import LinearContract, LogprobContract, RmsNormContract
 from rlk_ledger_kernels.errors import ContractError, InvarianceError, OperandError, ZeroActiveTokensError
+from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.masked_mean import reference as masked_mean_reference
-from rlk_ledger_kernels.ops.masked_mean.tiled import masked_mean, masked_sum
+from rlk_ledger_kernels.ops.masked_mean.torch import masked_mean, masked_sum
+from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
+from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.probe import ShapesInUse, admit, using_threads
 from rlk_ledger_kernels.registry import OPERATORS, load, resolve
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
@@ -98,9 +100,9 @@ def test_the_probe_gives_up_row_counts_and_then_refuses(monkeypatch: pytest.Monk
 
 def test_every_operator_resolves_to_a_module_that_holds_it() -> None:
     for operator in OPERATORS:
-        for requested in ("auto", "tiled", "reference"):
+        for requested in ("auto", "torch", "reference"):
             decision = resolve(operator, requested)
-            assert decision.actual == ("tiled" if requested == "auto" else requested)
+            assert decision.actual == ("torch" if requested == "auto" else requested)
             assert callable(getattr(load(decision), operator))
 
 
@@ -109,7 +111,7 @@ def test_every_operator_resolves_to_a_module_that_holds_it() -> None:
     [
         (("conv",), "operator 'conv' does not exist"),
         (("linear", "triton"), "backend 'triton' of linear does not exist"),
-        (("linear", "tiled", "cuda"), "no backend of linear runs on device 'cuda'"),
+        (("linear", "torch", "cuda"), "no backend of linear runs on device 'cuda'"),
     ],
 )
 def test_the_registry_refuses_by_name(arguments: tuple[str, ...], message: str) -> None:

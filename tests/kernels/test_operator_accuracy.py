@@ -1,4 +1,4 @@
-"""Claim: every tiled operator stays within the tolerance of its class of a float64 definition, at odd shapes too.
+"""Claim: every torch operator stays within the tolerance of its class of a float64 definition, at odd shapes too.
 
 Tolerances are those of the numeric contract `ws1-c1-v2`: |candidate - reference| <= atol + rtol |reference|,
 the reference being fed the same low-precision inputs.
@@ -11,31 +11,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rlk_ledger_kernels.contracts import (
-    AttentionContract,
-    LinearContract,
-    LogprobContract,
-    RmsNormContract,
-    RopeContract,
-    SwigluContract,
-)
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.attention import reference as attention_reference
 from rlk_ledger_kernels.ops.attention.cache import KVCache
+from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
-from rlk_ledger_kernels.ops.attention.tiled import attention
+from rlk_ledger_kernels.ops.attention.torch import attention
 from rlk_ledger_kernels.ops.embedding import reference as embedding_reference
-from rlk_ledger_kernels.ops.embedding.tiled import embedding
+from rlk_ledger_kernels.ops.embedding.torch import embedding
 from rlk_ledger_kernels.ops.linear import reference as linear_reference
-from rlk_ledger_kernels.ops.linear.tiled import linear, pack_linear
+from rlk_ledger_kernels.ops.linear.contract import LinearContract
+from rlk_ledger_kernels.ops.linear.torch import linear, pack_linear
 from rlk_ledger_kernels.ops.rms_norm import reference as rms_norm_reference
-from rlk_ledger_kernels.ops.rms_norm.tiled import rms_norm
+from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
+from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope import reference as rope_reference
-from rlk_ledger_kernels.ops.rope.tiled import RopeScaling, frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.rope.contract import RopeContract
+from rlk_ledger_kernels.ops.rope.torch import RopeScaling, frequencies, rope, rope_table
 from rlk_ledger_kernels.ops.selected_logprob import reference as logprob_reference
-from rlk_ledger_kernels.ops.selected_logprob.tiled import linear_logprob, pack_head, selected_logprob
+from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
+from rlk_ledger_kernels.ops.selected_logprob.torch import linear_logprob, pack_head, selected_logprob
 from rlk_ledger_kernels.ops.swiglu import reference as swiglu_reference
-from rlk_ledger_kernels.ops.swiglu.tiled import swiglu
+from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
+from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
 TOLERANCE = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import rlk_ledger_replay
 from rlk_ledger.build import build, event
 from rlk_ledger.ledger import Ledger
-from rlk_ledger_kernels.contracts import DType
+from rlk_ledger_kernels.dtypes import DType
 from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_replay.decoder import Decoder

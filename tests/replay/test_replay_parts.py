@@ -252,8 +252,8 @@ def test_numeric_and_path_differences_do_not_make_sides_incomparable(paired: lis
 
 
 def test_a_backend_that_is_not_the_requested_one_fails_its_gate() -> None:
-    ran = OperatorDecision("linear", "tiled", "tiled", "m", "requested by name")
-    swapped = OperatorDecision("linear", "fast", "tiled", "m", "not available")
+    ran = OperatorDecision("linear", "torch", "torch", "m", "requested by name")
+    swapped = OperatorDecision("linear", "fast", "torch", "m", "not available")
     assert gates.applied([ran])[0].status == "passed"
     assert gates.applied([ran, swapped])[0].status == "failed"
     assert gates.applied([])[0].status == "unknown"

@@ -1,1 +1,1 @@
-"""Operators: one folder each, one file per backend (`reference`, `tiled`)."""
+"""Operators: one folder each, one file per backend (`reference`, `torch`, `triton`)."""

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from rlk_ledger.history import History, Sample
 from rlk_ledger.pairs import PairedSample
-from rlk_ledger_kernels.contracts import DType
+from rlk_ledger_kernels.dtypes import DType
 from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_replay.preparation import Prepared
 from rlk_ledger_replay.scorers.child import Answer, Problem, run_child

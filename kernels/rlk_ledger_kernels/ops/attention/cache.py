@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rlk_ledger_kernels.contracts import DType, torch_dtype
+from rlk_ledger_kernels.dtypes import DType, torch_dtype
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.schedule import ALIGNMENT
 

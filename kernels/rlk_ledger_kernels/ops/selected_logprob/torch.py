@@ -1,4 +1,4 @@
-"""selected_logprob, tiled: (max, sum of exponentials) per vocabulary tile, merged in tile order.
+"""selected_logprob, torch: (max, sum of exponentials) per vocabulary tile, merged in tile order.
 
 The chosen token's logit is copied from the one tile that holds it and never takes part in a sum, so a vocabulary
 cut over ranks at tile boundaries gives the same bits.
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rlk_ledger_kernels.contracts import LinearContract, LogprobContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
-from rlk_ledger_kernels.ops.linear.tiled import PackedLinear, linear, pack_linear, row_sum
+from rlk_ledger_kernels.ops.linear.contract import LinearContract
+from rlk_ledger_kernels.ops.linear.torch import PackedLinear, linear, pack_linear, row_sum
+from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 
 
 @dataclass(frozen=True)

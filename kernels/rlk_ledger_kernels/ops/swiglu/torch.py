@@ -1,4 +1,4 @@
-"""swiglu, tiled: silu as gate / (1 + exp(-gate)).
+"""swiglu, torch: silu as gate / (1 + exp(-gate)).
 
 `torch.nn.functional.silu` and `torch.sigmoid` on a CPU give other bits in the last few elements of a thread's
 share than in the rest, so they depend on position; `torch.exp`, division and addition do not.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from rlk_ledger_kernels.contracts import SwigluContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
+from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:

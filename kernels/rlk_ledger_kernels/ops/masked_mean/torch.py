@@ -1,4 +1,4 @@
-"""masked_mean, tiled: active values taken out by index, then added in float64 along one halving tree."""
+"""masked_mean, torch: active values taken out by index, then added in float64 along one halving tree."""
 
 from __future__ import annotations
 

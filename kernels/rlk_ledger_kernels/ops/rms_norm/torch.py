@@ -1,4 +1,4 @@
-"""rms_norm, tiled: the square sum as a product with ones, so it has leaves and a tree like any contraction.
+"""rms_norm, torch: the square sum as a product with ones, so it has leaves and a tree like any contraction.
 
 Everything else is one correctly rounded operation per element and cannot depend on its place.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from rlk_ledger_kernels.contracts import RmsNormContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
-from rlk_ledger_kernels.ops.linear.tiled import row_sum
+from rlk_ledger_kernels.ops.linear.torch import row_sum
+from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract) -> torch.Tensor:

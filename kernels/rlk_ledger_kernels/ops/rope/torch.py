@@ -1,4 +1,4 @@
-"""rope, tiled: tables made once, then two products and a sum per element, each rounded where declared."""
+"""rope, torch: tables made once, then two products and a sum per element, each rounded where declared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rlk_ledger_kernels.contracts import RopeContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import ContractError, OperandError
+from rlk_ledger_kernels.ops.rope.contract import RopeContract
 
 
 @dataclass(frozen=True)

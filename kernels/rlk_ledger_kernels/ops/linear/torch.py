@@ -1,4 +1,4 @@
-"""linear, tiled: fixed row tiles, K halved down to leaves, the leaves added as the same tree every time.
+"""linear, torch: fixed row tiles, K halved down to leaves, the leaves added as the same tree every time.
 
 Within a leaf the sum runs over k one element after the other with fused multiply-add; that is what BLAS
 does for such shapes on the machines measured, and what the probe checks. The tree depends on K and `k_leaf`
@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import torch
 
-from rlk_ledger_kernels.contracts import LinearContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
+from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule
 from rlk_ledger_kernels.tiles import aligned_float32, row_spans
 

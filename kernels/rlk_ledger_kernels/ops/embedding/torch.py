@@ -1,4 +1,4 @@
-"""embedding, tiled: an index-select. The copy is exact, so there is nothing to schedule."""
+"""embedding, torch: an index-select. The copy is exact, so there is nothing to schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attention, tiled: one online-softmax step per logical KV block, over all tiles that still see it.
+"""attention, torch: one online-softmax step per logical KV block, over all tiles that still see it.
 
 The batched product runs at one shape per (q_tile, kv_block); a row's sums depend on its own query and on the
 blocks in the order of the schedule, never on how queries were cut into calls. Masked scores are minus
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from rlk_ledger_kernels.contracts import AttentionContract, torch_dtype
+from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.attention.cache import KVCache
+from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Step
 
 
