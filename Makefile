@@ -22,11 +22,11 @@ setup: $(STAMP)
 
 # torch comes first and alone: see requirements/cpu.txt.
 # Azurite, the Azure server of tests/stores, comes from npm; where there is no npm those tests say so and are skipped.
-$(STAMP): pyproject.toml requirements/cpu.txt requirements/stores.txt
+$(STAMP): pyproject.toml requirements/cpu.txt requirements/stores.txt requirements/kernels.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet -e '.[replay,report,dev,bench]' -r requirements/stores.txt
+	$(BIN)/python -m pip install --quiet -e '.[replay,report,dev,bench]' -r requirements/stores.txt -r requirements/kernels.txt
 	npm install --prefix $(VENV)/azurite --no-audit --no-fund --silent azurite@3.35.0 || echo "no npm: no Azure server"
 	@touch $@
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import InvarianceError
-from rlk_ledger_kernels.invariance import same_bits
 from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, PREFILL_TILE
 from rlk_ledger_kernels.ops.linear.torch import contract_rows
 from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlk_ledger_kernels.ops.rope.torch import RopeScaling
+from rlk_ledger_kernels.ops.rope.table import RopeScaling
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rlk_ledger_kernels.invariance import same_bits
+from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention

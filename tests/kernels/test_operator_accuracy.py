@@ -27,7 +27,8 @@ from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope import reference as rope_reference
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
-from rlk_ledger_kernels.ops.rope.torch import RopeScaling, frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.rope.table import RopeScaling, frequencies, rope_table
+from rlk_ledger_kernels.ops.rope.torch import rope
 from rlk_ledger_kernels.ops.selected_logprob import reference as logprob_reference
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.torch import linear_logprob, pack_head, selected_logprob

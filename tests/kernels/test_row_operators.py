@@ -12,19 +12,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlk_ledger_kernels.invariance import first_mismatch, same_bits
+from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import leaf_spans, linear, pack_linear
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
-from rlk_ledger_kernels.ops.rope.torch import frequencies, rope, rope_table
+from rlk_ledger_kernels.ops.rope.table import frequencies, rope_table
+from rlk_ledger_kernels.ops.rope.torch import rope
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.torch import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
+from rlk_ledger_kernels.suite.invariance import first_mismatch
 
 SCHEDULES = (Schedule(), *placebo_schedules(4))
 # Two threads share the cores with whatever else runs, so they are asked for once per operator and shape.

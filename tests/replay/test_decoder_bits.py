@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import rlk_ledger_replay
+from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import ContractError, OperandError
-from rlk_ledger_kernels.invariance import same_bits
 from rlk_ledger_kernels.ops.linear.torch import PackedLinear
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 from rlk_ledger_replay import network

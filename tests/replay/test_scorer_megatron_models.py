@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlk_ledger_kernels.ops.rope.torch import RopeScaling
+from rlk_ledger_kernels.ops.rope.table import RopeScaling
 from rlk_ledger_replay.checkpoint import ModelConfig, parse_config
 from rlk_ledger_replay.scorers.megatron_model import check
 from rlk_ledger_replay.scorers.protocol import Unsupported

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from rlk_ledger_kernels.bits import bits, same_bits
+
 RowOperator = Callable[[torch.Tensor], torch.Tensor]
 
 _POPULATIONS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 37, 64, 100, 129)
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,6 @@ class Mismatch:
     row: int
     expected: float
     got: float
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that comparison is bitwise."""
-    return x.contiguous().view(_INTEGER[x.element_size()])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and one bit pattern."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def first_mismatch(operator: RowOperator, x_NK: torch.Tensor, seed: int = 0) -> Mismatch | None:
