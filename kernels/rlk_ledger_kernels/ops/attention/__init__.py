@@ -1,1 +1,23 @@
 """Causal grouped-query attention over a paged KV cache; prefill, chunks and decode are one operator."""
+
+from rlk_ledger_kernels.descriptors import Backend, Operator
+
+OPERATOR = Operator(
+    name="attention",
+    package=__name__,
+    chain=50,
+    op_class="attention",
+    surface=("attention",),
+    backends=(
+        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="reference",
+            bucket="reference",
+            devices=("cpu", "cuda"),
+            dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
+            deterministic=False,
+            batch_invariant=False,
+            fallback=None,
+        ),
+    ),
+)

@@ -1,1 +1,23 @@
 """Log-probability of one chosen token per row, without the [rows, vocabulary] intermediate."""
+
+from rlk_ledger_kernels.descriptors import Backend, Operator
+
+OPERATOR = Operator(
+    name="selected_logprob",
+    package=__name__,
+    chain=80,
+    op_class="logprob",
+    surface=("selected_logprob",),
+    backends=(
+        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="reference",
+            bucket="reference",
+            devices=("cpu", "cuda"),
+            dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
+            deterministic=False,
+            batch_invariant=False,
+            fallback=None,
+        ),
+    ),
+)
