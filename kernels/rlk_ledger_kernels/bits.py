@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
