@@ -14,8 +14,11 @@ from rlk_ledger_kernels.errors import ContractError
 ALIGNMENT = 16
 """Row tiles are multiples of this many float32, so that every tile starts on a 64-byte boundary."""
 
-MAX_LEAF = 256
-"""Above this, BLAS cuts K itself, at places that depend on the thread count."""
+MAX_CPU_LEAF = 256
+"""Above this, BLAS cuts K itself on a CPU, at places that depend on the thread count; products there refuse it."""
+
+MAX_LEAF = 4096
+"""Longest leaf of any device: a GPU keeps one accumulator per level of the tree, so it wants few, long leaves."""
 
 KOrder = Literal["ascending", "descending"]
 TileOrder = Literal["forward", "reverse"]
@@ -25,8 +28,9 @@ TileOrder = Literal["forward", "reverse"]
 class Schedule:
     """One order of summation.
 
-    k_leaf: longest run of a contraction summed one after the other (1..256); longer ones are halved until
-        they fit and the halves are added as a tree, so shards of K/2, K/4, K/8 merge to the same bits.
+    k_leaf: longest run of a contraction summed in one piece (1..4096; on a CPU products refuse leaves above 256);
+        longer ones are halved until they fit and the halves are added as a tree, so shards of K/2, K/4, K/8 merge to
+        the same bits. On a GPU choose 512 or 1024, at most 2 K / ranks - 1 under tensor parallelism.
     kv_block: keys per logical attention block (a power of two, 16..256), whatever the paging.
     vocab_tile: logits per tile of the log-sum-exp (at least 1).
     k_order: direction of the sum inside a contraction.

@@ -41,7 +41,7 @@ def aligned_float32(x_NK: torch.Tensor, tiles: tuple[int, ...]) -> torch.Tensor:
     fits = x_NK.dtype == torch.float32 and wanted == rows and x_NK.stride() == (stride, 1)
     if fits and x_NK.data_ptr() % _BYTES == 0:
         return x_NK
-    scratch = torch.empty((wanted, stride), dtype=torch.float32)
+    scratch = torch.empty((wanted, stride), dtype=torch.float32, device=x_NK.device)
     scratch[:rows, :k] = x_NK
     if wanted > rows:
         scratch[rows:].zero_()

@@ -123,7 +123,7 @@ def test_the_registry_refuses_by_name(arguments: tuple[str, ...], message: str) 
     ("make", "message"),
     [
         (lambda: Schedule(k_leaf=0), "k_leaf is 0"),
-        (lambda: Schedule(k_leaf=257), "k_leaf is 257"),
+        (lambda: Schedule(k_leaf=4097), "k_leaf is 4097"),
         (lambda: Schedule(kv_block=48), "kv_block is 48"),
         (lambda: Schedule(row_tiles=(16, 40)), "row_tiles"),
         (lambda: Schedule(row_tiles=()), "row_tiles"),

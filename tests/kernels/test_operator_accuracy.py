@@ -22,6 +22,7 @@ from rlk_ledger_kernels.ops.embedding.torch import embedding
 from rlk_ledger_kernels.ops.linear import reference as linear_reference
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import linear, pack_linear
+from rlk_ledger_kernels.ops.linear_logprob.torch import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.rms_norm import reference as rms_norm_reference
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
@@ -31,7 +32,7 @@ from rlk_ledger_kernels.ops.rope.table import RopeScaling, frequencies, rope_tab
 from rlk_ledger_kernels.ops.rope.torch import rope
 from rlk_ledger_kernels.ops.selected_logprob import reference as logprob_reference
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
-from rlk_ledger_kernels.ops.selected_logprob.torch import linear_logprob, pack_head, selected_logprob
+from rlk_ledger_kernels.ops.selected_logprob.torch import selected_logprob
 from rlk_ledger_kernels.ops.swiglu import reference as swiglu_reference
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
@@ -70,9 +71,8 @@ def test_linear(n: int, k: int, o: int, dtype: str, schedule: Schedule, seed: in
     x, weight, bias = draw(seed, n, k, dtype=dtype), draw(seed + 1, o, k, dtype=dtype), draw(seed + 2, o, dtype=dtype)
     packed = pack_linear(weight, LinearContract(output=dtype, schedule=schedule), bias)
     check("reduction", dtype, linear(x, packed), x.double() @ weight.double().T + bias.double())
-    torch.testing.assert_close(
-        linear_reference.linear(x, weight, bias).double(), x.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4
-    )
+    plain = linear_reference.linear(x, linear_reference.pack_linear(weight, LinearContract(), bias))
+    torch.testing.assert_close(plain.double(), x.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4)
 
 
 @few
@@ -142,7 +142,7 @@ def test_selected_logprob(n: int, v: int, dtype: str, t: float, schedule: Schedu
     reference = torch.log_softmax(logits.double() / t, -1).gather(1, tokens[:, None])[:, 0]
     contract = LogprobContract(temperature=t, logits=dtype, schedule=schedule)
     check("logprob", "float32", selected_logprob(logits, tokens, contract), reference)
-    check("logprob", "float32", logprob_reference.selected_logprob(logits, tokens, t), reference)
+    check("logprob", "float32", logprob_reference.selected_logprob(logits, tokens, contract), reference)
 
 
 @few

@@ -1,4 +1,4 @@
-"""Matrix product with a weight stored as [out, in]."""
+"""Matrix product with a weight stored as [out, in]: whole, column parallel, or row parallel with a declared merge."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -7,14 +7,22 @@ OPERATOR = Operator(
     package=__name__,
     chain=30,
     op_class="reduction",
-    surface=("pack_linear", "linear"),
+    surface=("pack_linear", "linear", "pack_row_shard", "linear_partial", "merge_partials", "linear_backward"),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp"),
+            requires=("tp",),
+        ),
         Backend(
             name="reference",
             bucket="reference",
             devices=("cpu", "cuda"),
             dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
+            autograd=("forward", "backward"),
             deterministic=False,
             batch_invariant=False,
             fallback=None,
