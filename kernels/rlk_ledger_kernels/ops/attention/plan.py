@@ -1,14 +1,15 @@
 """The layout of one attention call: which queries form a tile and which cache blocks a tile visits.
 
 A tile is a fixed run of absolute positions of one sequence, whether they arrive in one prefill, in chunks or
-one at a time; rows that are not there are padding. A tile never straddles a KV block, so every row of it
-visits the same blocks, and only the last of them needs a mask.
+one at a time; rows that are not there are padding. A tile never straddles a KV block, so every row of it ends in
+the same block: the last one needs the causal mask, those at the far edge of a window need the window's.
+Plans are built on the host, in time linear in tiles and visits, and moved to a device once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ DECODE_TILE = 8
 class Chunk:
     """Queries of one sequence: `count` consecutive positions from `first`, next to each other in the packed rows.
 
-    blocks: cache block of each logical KV block of the sequence, covering at least first + count positions.
+    blocks: cache block of each logical KV block of the sequence, covering at least first + count positions. Blocks
+    that are never visited (outside the window, or owned by another rank) may hold any number.
     """
 
     first: int
@@ -35,27 +37,59 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """One logical KV block, visited by the `active` tiles before the end; the last `masked` of them end in it.
+    """One logical KV block, visited by the tiles begin..end-1.
 
-    Tiles are sorted so that those reaching farther come first; both groups are therefore contiguous.
+    Tiles are sorted by start position, farthest first, so those that see a block are contiguous. The first `edged`
+    of them have the far edge of the window in it, the last `ending` have their own positions in it. blocks_A: cache
+    block per visiting tile. edge_EQB, hidden_MQB: True where a key is invisible, for those two groups.
     """
 
-    active: int
-    masked: int
+    block: int
+    begin: int
+    end: int
+    edged: int
+    ending: int
     blocks_A: torch.Tensor
+    edge_EQB: torch.Tensor
     hidden_MQB: torch.Tensor
+
+    def subset(self, kept_S: np.ndarray) -> Step:
+        """The step of some of its tiles: rising positions among them. begin and end keep their meaning for the whole."""
+        edged_S, own_S = kept_S[kept_S < self.edged], kept_S[kept_S >= self.end - self.begin - self.ending]
+        device = self.blocks_A.device
+        own_S = own_S - (self.end - self.begin - self.ending)
+        return replace(
+            self,
+            edged=len(edged_S),
+            ending=len(own_S),
+            blocks_A=self.blocks_A[torch.from_numpy(kept_S).to(device)],
+            edge_EQB=self.edge_EQB[torch.from_numpy(edged_S).to(device)],
+            hidden_MQB=self.hidden_MQB[torch.from_numpy(own_S).to(device)],
+        )
+
+    def to(self, device: torch.device | str) -> Step:
+        """The same step with its tensors on `device`."""
+        return replace(
+            self,
+            blocks_A=self.blocks_A.to(device),
+            edge_EQB=self.edge_EQB.to(device),
+            hidden_MQB=self.hidden_MQB.to(device),
+        )
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Index tensors shared by all layers of one forward pass.
+    """Index tensors shared by all layers of one forward pass that have the same window.
 
     gather_R: packed row of each tile row, tiles x q_tile (padding repeats row 0). scatter_P: tile row of each
     packed row, then of padding rows up to a multiple of the smallest row tile (they repeat tile row 0).
-    slot_block_N, slot_offset_N: where each packed row's key and value are stored.
+    slot_block_N, slot_offset_N: where each packed row's key and value are stored. chunks, chunk_T, start_T: the
+    chunks as given, each tile's chunk and its first absolute position, on the host.
     """
 
     q_tile: int
+    kv_block: int
+    window: int | None
     tiles: int
     rows: int
     gather_R: torch.Tensor
@@ -63,23 +97,39 @@ class AttentionPlan:
     slot_block_N: torch.Tensor
     slot_offset_N: torch.Tensor
     steps: tuple[Step, ...]
+    chunks: tuple[Chunk, ...]
+    chunk_T: np.ndarray
+    start_T: np.ndarray
+
+    def to(self, device: torch.device | str) -> AttentionPlan:
+        """The same plan with its tensors on `device`."""
+        return replace(
+            self,
+            gather_R=self.gather_R.to(device),
+            scatter_P=self.scatter_P.to(device),
+            slot_block_N=self.slot_block_N.to(device),
+            slot_offset_N=self.slot_offset_N.to(device),
+            steps=tuple(step.to(device) for step in self.steps),
+        )
 
 
-def plan_attention(chunks: Sequence[Chunk], schedule: Schedule, q_tile: int | None = None) -> AttentionPlan:
+def plan_attention(
+    chunks: Sequence[Chunk], schedule: Schedule, q_tile: int | None = None, window: int | None = None
+) -> AttentionPlan:
     """Lay out `chunks`, in the order of their packed rows.
 
     q_tile: rows per tile, a divisor of kv_block; by default 32 (or kv_block), and 8 when all chunks are short.
-    Raises OperandError for an empty plan, an empty chunk or a block list that is too short.
+    window: the contract's; blocks wholly outside it are not visited.
+    Raises OperandError for an empty plan, an empty chunk, an empty window or a block list that is too short.
     """
     block = schedule.kv_block
     if q_tile is None:
         short = all(chunk.count <= DECODE_TILE for chunk in chunks)
         q_tile = min(DECODE_TILE if short else PREFILL_TILE, block)
-    _check(chunks, block, q_tile)
-    last, source, of_chunk = _tiles(chunks, block, q_tile)
-    order = np.argsort(-last, kind="stable")
-    starts, source = source[order, 0], source[order, 1:]
-    last, of_chunk = last[order], of_chunk[order]
+    _check(chunks, block, q_tile, window)
+    source, chunk_T = _tiles(chunks, q_tile)
+    order = np.argsort(-source[:, 0], kind="stable")
+    start_T, source, chunk_T = source[order, 0], source[order, 1:], chunk_T[order]
     gather = source.reshape(-1)
     present = np.flatnonzero(gather >= 0)
     rows = sum(chunk.count for chunk in chunks)
@@ -89,23 +139,31 @@ def plan_attention(chunks: Sequence[Chunk], schedule: Schedule, q_tile: int | No
     slot_block = np.concatenate(
         [np.asarray(c.blocks, dtype=np.int64)[np.arange(c.first, c.first + c.count) // block] for c in chunks]
     )
+    steps = _steps(chunks, chunk_T, start_T, block, q_tile, window)
     return AttentionPlan(
         q_tile=q_tile,
-        tiles=len(last),
+        kv_block=block,
+        window=window,
+        tiles=len(start_T),
         rows=rows,
         gather_R=torch.from_numpy(np.maximum(gather, 0)),
         scatter_P=torch.from_numpy(scatter),
         slot_block_N=torch.from_numpy(slot_block),
         slot_offset_N=torch.from_numpy(positions % block),
-        steps=_steps(chunks, last, of_chunk, starts, schedule, q_tile),
+        steps=tuple(reversed(steps)) if schedule.kv_order == "reverse" else tuple(steps),
+        chunks=tuple(chunks),
+        chunk_T=chunk_T,
+        start_T=start_T,
     )
 
 
-def _check(chunks: Sequence[Chunk], block: int, q_tile: int) -> None:
+def _check(chunks: Sequence[Chunk], block: int, q_tile: int, window: int | None) -> None:
     if not chunks:
         raise OperandError("attention: a plan needs at least one chunk")
     if q_tile < 1 or block % q_tile:
         raise OperandError(f"attention: q_tile {q_tile} must divide kv_block {block}")
+    if window is not None and window < 1:
+        raise OperandError(f"attention: the window is {window}; choose at least 1, or None for full attention")
     for index, chunk in enumerate(chunks):
         if chunk.count < 1 or chunk.first < 0:
             raise OperandError(f"attention: chunk {index} is empty or starts before 0")
@@ -116,8 +174,8 @@ def _check(chunks: Sequence[Chunk], block: int, q_tile: int) -> None:
             )
 
 
-def _tiles(chunks: Sequence[Chunk], block: int, q_tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every tile: its last KV block; its start position followed by the packed row of each row or -1; its chunk."""
+def _tiles(chunks: Sequence[Chunk], q_tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every tile: its start position followed by the packed row of each row or -1; its chunk."""
     sources, of_chunk = [], []
     row = 0
     for index, chunk in enumerate(chunks):
@@ -129,36 +187,46 @@ def _tiles(chunks: Sequence[Chunk], block: int, q_tile: int) -> tuple[np.ndarray
         sources.append(np.concatenate((start_T[:, None], packed_TQ), axis=1))
         of_chunk.append(np.full(len(start_T), index))
         row += chunk.count
-    source = np.concatenate(sources)
-    return source[:, 0] // block, source, np.concatenate(of_chunk)
+    return np.concatenate(sources), np.concatenate(of_chunk)
+
+
+def first_block(start_T: np.ndarray, block: int, window: int | None) -> np.ndarray:
+    """The first logical block that a tile starting at each position can see."""
+    if window is None:
+        return np.zeros_like(start_T)
+    return np.asarray(np.maximum(start_T - window + 1, 0) // block)
 
 
 def _steps(
-    chunks: Sequence[Chunk],
-    last_T: np.ndarray,
-    of_chunk_T: np.ndarray,
-    start_T: np.ndarray,
-    schedule: Schedule,
-    q_tile: int,
-) -> tuple[Step, ...]:
-    block = schedule.kv_block
-    table = np.zeros((len(chunks), int(last_T[0]) + 1), dtype=np.int64)
-    for index, chunk in enumerate(chunks):
-        used = min(len(chunk.blocks), table.shape[1])
-        table[index, :used] = chunk.blocks[:used]
-    key_B = np.arange(block)
-    hidden_LQB = key_B[None, None, :] > (np.arange(0, block, q_tile)[:, None] + np.arange(q_tile))[:, :, None]
+    chunks: Sequence[Chunk], chunk_T: np.ndarray, start_T: np.ndarray, block: int, q_tile: int, window: int | None
+) -> list[Step]:
+    """Every logical block that some tile sees, ascending; both bounds fall with the start, so tiles are contiguous."""
+    pages = np.concatenate([np.asarray(chunk.blocks, dtype=np.int64) for chunk in chunks])
+    offset_C = np.cumsum([0, *(len(chunk.blocks) for chunk in chunks)])
+    page_T = offset_C[chunk_T]
+    falling_last_T, falling_first_T = -(start_T // block), -first_block(start_T, block, window)
+    full_T = -np.maximum(start_T + q_tile - (window or 0), 0) if window is not None else np.zeros_like(start_T)
+    key_B, row_Q = np.arange(block), np.arange(q_tile)
     steps = []
-    for j in range(table.shape[1]):
-        active = int(np.count_nonzero(last_T >= j))
-        ending = np.flatnonzero(last_T == j)
-        hidden_MQB = hidden_LQB[(start_T[ending] % block) // q_tile]
+    for j in range(int(-falling_first_T.max()), int(-falling_last_T.min()) + 1):
+        begin = int(np.searchsorted(falling_first_T, -j, side="left"))
+        end = int(np.searchsorted(falling_last_T, -j, side="right"))
+        if begin >= end:
+            continue
+        ending = end - max(begin, int(np.searchsorted(falling_last_T, -j, side="left")))
+        edged = max(0, min(end, int(np.searchsorted(full_T, -j * block, side="left"))) - begin)
+        far_EQ = start_T[begin : begin + edged, None] + row_Q - (window or 0) - j * block
+        own_MQ = start_T[end - ending : end, None] + row_Q - j * block
         steps.append(
             Step(
-                active=active,
-                masked=len(ending),
-                blocks_A=torch.from_numpy(table[of_chunk_T[:active], j]),
-                hidden_MQB=torch.from_numpy(hidden_MQB),
+                block=j,
+                begin=begin,
+                end=end,
+                edged=edged,
+                ending=ending,
+                blocks_A=torch.from_numpy(pages[page_T[begin:end] + j]),
+                edge_EQB=torch.from_numpy(key_B <= far_EQ[:, :, None]),
+                hidden_MQB=torch.from_numpy(key_B > own_MQ[:, :, None]),
             )
         )
-    return tuple(reversed(steps)) if schedule.kv_order == "reverse" else tuple(steps)
+    return steps
