@@ -16,10 +16,11 @@ from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.ops.attention.torch import attention
 from rlk_ledger_kernels.ops.embedding.torch import embedding
 from rlk_ledger_kernels.ops.linear.torch import PackedLinear, leaf_spans, linear, pack_linear, padded_outputs
+from rlk_ledger_kernels.ops.linear_logprob.torch import PackedHead, linear_logprob, pack_head
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope.table import RopeTable, frequencies, rope_table
 from rlk_ledger_kernels.ops.rope.torch import rope
-from rlk_ledger_kernels.ops.selected_logprob.torch import PackedHead, linear_logprob, pack_head, vocabulary_tiles
+from rlk_ledger_kernels.ops.selected_logprob.statistics import vocabulary_tiles
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.probe import ShapesInUse
 from rlk_ledger_replay.checkpoint import Checkpoint

@@ -15,13 +15,13 @@ import torch
 from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import leaf_spans, linear, pack_linear
+from rlk_ledger_kernels.ops.linear_logprob.torch import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
 from rlk_ledger_kernels.ops.rope.table import frequencies, rope_table
 from rlk_ledger_kernels.ops.rope.torch import rope
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
-from rlk_ledger_kernels.ops.selected_logprob.torch import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.probe import using_threads

@@ -1,4 +1,4 @@
-"""Log-probability of one chosen token per row, without the [rows, vocabulary] intermediate."""
+"""Log-probability of one chosen token per row, from logits that exist."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -7,14 +7,23 @@ OPERATOR = Operator(
     package=__name__,
     chain=80,
     op_class="logprob",
-    surface=("selected_logprob",),
+    surface=(
+        "selected_logprob",
+        "selected_logprob_backward",
+    ),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+        ),
         Backend(
             name="reference",
             bucket="reference",
             devices=("cpu", "cuda"),
             dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
+            autograd=("forward", "backward"),
             deterministic=False,
             batch_invariant=False,
             fallback=None,
