@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -40,12 +40,15 @@ class Feeding:
 
     cuts: for each sequence the rising ends of its chunks, the last one being its length. pages: for each sequence the
     cache block of each logical block. shared: (sequence, prefix tokens): this sequence reads its first tokens from the
-    cache blocks of sequence 0 (whose first tokens are the same) instead of computing them (T7), or None.
+    cache blocks of sequence 0 (whose first tokens are the same) instead of computing them (T7), or None; the prefix is
+    whole blocks, that sequence's cuts lie beyond it and its outputs begin there. stale: what cache slots hold until
+    somebody writes them, as blocks do that another request used (T4). `feeding.feed` turns all this into calls.
     """
 
     cuts: tuple[tuple[int, ...], ...]
     pages: tuple[tuple[int, ...], ...] | None = None
     shared: tuple[int, int] | None = None
+    stale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,34 @@ class SequenceCase:
     reference: Callable[[Sequence_], torch.Tensor]
 
 
-Case = RowCase | SequenceCase
+@dataclass(frozen=True)
+class MaskedCase:
+    """A reduction over the active values of many rows: T3, T4 and T6 apply to what is not active.
+
+    rows: operands with one leading dimension N. mask_N: bool. run: (backend module, rows, mask) -> the result, of any
+    shape. reference: (rows, mask) -> float32 of the same shape.
+    """
+
+    operator: str
+    name: str
+    dtype: str
+    rows: Rows
+    mask_N: torch.Tensor
+    run: Callable[[ModuleType, Rows, torch.Tensor], torch.Tensor]
+    reference: Callable[[Rows, torch.Tensor], torch.Tensor]
+
+
+Case = RowCase | SequenceCase | MaskedCase
+
+
+def moved(case: Case, device: str) -> Case:
+    """The case with its operands on `device`; what `run` closes over follows its operands by itself."""
+    if isinstance(case, SequenceCase):
+        return replace(case, sequences=[tuple(part.to(device) for part in one) for one in case.sequences])
+    rows = tuple(operand.to(device) for operand in case.rows)
+    if isinstance(case, MaskedCase):
+        return replace(case, rows=rows, mask_N=case.mask_N.to(device))
+    return replace(case, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -74,9 +104,11 @@ class Wrong:
     """A deliberately wrong operator that a suite must catch.
 
     suite: invariance, accuracy or parity. mistake: what is wrong, as a reader would say it. case: the case with the
-    mistake in its `run` (the backend module passed in may be ignored).
+    mistake in its `run` (the backend module passed in may be ignored). right: the same code without the mistake, which
+    the suite must not accuse; the parity suite compares the two.
     """
 
     suite: str
     mistake: str
     case: Case
+    right: Case | None = None

@@ -1,70 +1,154 @@
-"""The batch-invariance suite for operators that map rows to rows: bitwise, `+0`/`-0` and NaN bits included.
+"""The invariance suite: an operator against itself under T1 to T7, bitwise, `+0`/`-0` and NaN bits included.
 
-Each transform changes only what it names, and results are taken out by index. An operator that fails returns
-the first mismatch in row order; one that passes returns None.
+An operator that keeps its promise returns None; one that fails returns the first mismatch, in the index order of the
+case, of the first transform that has one. Where a case has a gradient, the same transforms run backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
 
 import torch
 
 from rlk_ledger_kernels.bits import bits, same_bits
+from rlk_ledger_kernels.errors import OperandError
+from rlk_ledger_kernels.probe import using_threads
+from rlk_ledger_kernels.suite.case import Case, MaskedCase, RowCase, Sequence_, SequenceCase, moved
+from rlk_ledger_kernels.suite.layouts import (
+    Effort,
+    masked_layouts,
+    prefix_layouts,
+    row_layouts,
+    sequence_layouts,
+    whole,
+)
 
-RowOperator = Callable[[torch.Tensor], torch.Tensor]
-
-_POPULATIONS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 37, 64, 100, 129)
+Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an operator against itself first differed. transform: T1, T2, T3, T4 or T6 and its parameter."""
+    """Where an operator first differed from itself.
 
+    transform: T1 to T7 with its parameter. row: of the case; a token where `sequence` is given. element: of the row.
+    """
+
+    operator: str
+    case: str
     transform: str
+    direction: Pass
     row: int
+    element: int
     expected: float
     got: float
+    sequence: int | None = None
+
+    def __str__(self) -> str:
+        """One sentence."""
+        place = f"row {self.row}" if self.sequence is None else f"sequence {self.sequence}, token {self.row}"
+        return (
+            f"{self.operator} ({self.case}, {self.direction}) changed under {self.transform}: {place}, element "
+            f"{self.element} is {self.got!r} instead of {self.expected!r}"
+        )
 
 
-def first_mismatch(operator: RowOperator, x_NK: torch.Tensor, seed: int = 0) -> Mismatch | None:
-    """Run `operator` on `x_NK` and on its transforms.
+def check(
+    case: Case,
+    module: ModuleType,
+    device: str = "cpu",
+    direction: Pass = "forward",
+    effort: Effort = "full",
+    threads: int | None = None,
+) -> Mismatch | None:
+    """Run `case` on a backend module and on its transforms.
 
-    x_NK: at least 130 rows. Returns the first mismatch of the first transform that has one, or None.
+    threads: intra-op threads of the transformed runs; the runs they are compared with have one, so that a bit that
+    depends on the thread count is a mismatch too. None leaves the count alone. Errors of the operator pass through.
     """
-    base = operator(x_NK)
-    for name, rows_N, changed in _transforms(x_NK, torch.Generator().manual_seed(seed)):
-        got = operator(changed[0])[changed[1]]
-        expected = base[rows_N]
-        if not same_bits(got, expected):
-            flat_got, flat_expected = got.reshape(len(got), -1), expected.reshape(len(expected), -1)
-            different = (bits(flat_got) != bits(flat_expected)).nonzero()
-            at, element = int(different[0, 0]), int(different[0, 1])
-            return Mismatch(name, int(rows_N[at]), float(flat_expected[at, element]), float(flat_got[at, element]))
+    case = moved(case, device)
+    with torch.no_grad() if direction == "forward" else torch.enable_grad():
+        if isinstance(case, SequenceCase):
+            return None if direction == "backward" else _check_sequences(case, module, effort, threads)
+        if isinstance(case, MaskedCase):
+            return None if direction == "backward" else _check_masked(case, module, effort, threads)
+        return _check_rows(case, module, direction, effort, threads)
+
+
+def first_mismatch(operator: Callable[[torch.Tensor], torch.Tensor], x_NK: torch.Tensor) -> Mismatch | None:
+    """`check` for a function of one matrix that is no operator of the registry."""
+    case = RowCase("operator", "rows", "float32", (x_NK,), lambda _, rows: operator(rows[0]), lambda rows: rows[0])
+    return check(case, ModuleType("none"))
+
+
+def _check_rows(
+    case: RowCase, module: ModuleType, direction: Pass, effort: Effort, threads: int | None
+) -> Mismatch | None:
+    run = case.run if direction == "forward" else case.gradient
+    if run is None:
+        return None
+    with using_threads(1 if threads else torch.get_num_threads()):
+        base = run(module, case.rows)
+    for layout in row_layouts(case.rows, effort):
+        with using_threads(threads or torch.get_num_threads()):
+            if layout.calls is None:
+                out = run(module, layout.rows)
+            else:
+                parts = zip(*(torch.split(operand, list(layout.calls)) for operand in layout.rows))
+                out = torch.cat([run(module, tuple(part)) for part in parts])
+        order = layout.base_N.argsort()
+        base_N = layout.base_N[order]
+        found = _first(base[base_N], out[layout.at_N[order]], base_N.tolist())
+        if found is not None:
+            return Mismatch(case.operator, case.name, layout.transform, direction, *found)
     return None
 
 
-def _transforms(
-    x_NK: torch.Tensor, generator: torch.Generator
-) -> Iterator[tuple[str, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """(name, rows of the base that are compared, (transformed input, where those rows are in its output))."""
-    count = x_NK.shape[0]
-    every = torch.arange(count)
-    for population in _POPULATIONS:
-        first = torch.arange(population)
-        yield f"T1 population {population}", first, (x_NK[:population].clone(), first)
-    for shift in (1, 7, 16, 33):
-        yield f"T2 position +{shift}", every, (x_NK.roll(shift, 0), (every + shift) % count)
-    noise = torch.randn(x_NK.shape, generator=generator).to(x_NK.dtype)
-    for value in (0.0, 1e30, float("nan"), float("inf")):
-        neighbours = (noise * value) if value else noise
-        kept = torch.arange(0, count, 3)
-        neighbours[kept] = x_NK[kept]
-        yield f"T3 neighbours x {value}", kept, (neighbours, kept)
-    for amount in (1, 13, 16, 100):
-        padding = torch.full((amount, x_NK.shape[1]), float("nan"), dtype=x_NK.dtype)
-        yield f"T4 {amount} rows on the left", every, (torch.cat((padding, x_NK)), every + amount)
-        yield f"T4 {amount} rows on the right", every, (torch.cat((x_NK, padding * 0)), every)
-    chosen = torch.randperm(count, generator=generator)[: count // 2]
-    yield "T6 selection", chosen, (x_NK[chosen], torch.arange(len(chosen)))
+def _check_masked(case: MaskedCase, module: ModuleType, effort: Effort, threads: int | None) -> Mismatch | None:
+    with using_threads(1 if threads else torch.get_num_threads()):
+        base = case.run(module, case.rows, case.mask_N).reshape(-1)
+    for layout in masked_layouts(case, effort):
+        with using_threads(threads or torch.get_num_threads()):
+            out = case.run(module, layout.rows, layout.mask_N).reshape(-1)
+        found = _first(base, out, range(len(base)))
+        if found is not None:
+            return Mismatch(case.operator, case.name, layout.transform, "forward", *found)
+    return None
+
+
+def _check_sequences(case: SequenceCase, module: ModuleType, effort: Effort, threads: int | None) -> Mismatch | None:
+    def alone(sequence: Sequence_) -> torch.Tensor:
+        with using_threads(1 if threads else torch.get_num_threads()):
+            return case.run(module, [sequence], whole(len(sequence[0])))[0]
+
+    base = [alone(sequence) for sequence in case.sequences]
+    for layout in sequence_layouts(case, effort):
+        with using_threads(threads or torch.get_num_threads()):
+            out = case.run(module, layout.sequences, layout.feeding)
+        for place, index, first in sorted(layout.kept, key=lambda one: one[1]):
+            expected = base[index][first:]
+            found = _first(expected, out[place], range(first, first + len(expected)))
+            if found is not None:
+                return Mismatch(case.operator, case.name, layout.transform, "forward", *found, sequence=index)
+    for prefix in prefix_layouts(case, effort):
+        missed = alone(prefix.fork)[prefix.prefix :]
+        with using_threads(threads or torch.get_num_threads()):
+            hit = case.run(module, [prefix.owner, prefix.fork], prefix.hit)[1]
+        found = _first(missed, hit, range(prefix.prefix, prefix.prefix + len(missed)))
+        if found is not None:
+            return Mismatch(case.operator, case.name, prefix.transform, "forward", *found, sequence=1)
+    return None
+
+
+def _first(expected: torch.Tensor, got: torch.Tensor, rows: Iterable[int]) -> tuple[int, int, float, float] | None:
+    """(row, element, expected, got) of the first bit pattern that differs, rows being named by `rows`."""
+    if same_bits(got, expected):
+        return None
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        was, now = (f"{tuple(one.shape)} of {one.dtype}" for one in (expected, got))
+        raise OperandError(f"the output is {now} where it was {was}")
+    flat_expected, flat_got = expected.reshape(len(expected), -1), got.reshape(len(got), -1)
+    at, element = (bits(flat_got) != bits(flat_expected)).nonzero()[0].tolist()
+    return list(rows)[at], element, float(flat_expected[at, element]), float(flat_got[at, element])
