@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension."""
+"""Root-mean-square normalisation over the last dimension, alone or after a residual is added."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -7,9 +7,24 @@ OPERATOR = Operator(
     package=__name__,
     chain=20,
     op_class="reduction",
-    surface=("rms_norm",),
+    surface=("rms_norm", "add_rms_norm"),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            shapes=(("hidden", 1, 32768),),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+        ),
         Backend(
             name="reference",
             bucket="reference",

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-rotation form."""
+"""Rotary position embedding: half-rotation or interleaved, whole heads or their first dimensions."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -9,7 +9,22 @@ OPERATOR = Operator(
     op_class="elementwise",
     surface=("rope",),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            shapes=(("head_dim", 2, 1024),),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+        ),
         Backend(
             name="reference",
             bucket="reference",

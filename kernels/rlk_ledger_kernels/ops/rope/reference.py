@@ -1,16 +1,31 @@
-"""rope, float32 reference: rotate (x[i], x[i + D/2]) by position * frequency[i] (Su et al. 2021)."""
+"""rope, float32 reference: (a, b) -> (a cos - b sin, b cos + a sin) for every pair (Su et al. 2021)."""
 
 from __future__ import annotations
 
 import torch
 
+from rlk_ledger_kernels.ops.rope.contract import RopeContract
+from rlk_ledger_kernels.ops.rope.table import RopeTable, check_operands
 
-def rope(x_NHD: torch.Tensor, positions_N: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """Rotate every head.
 
-    x_NHD: [N, heads, D]. positions_N: int64 [N]. frequencies_F: float32 [D/2]. Returns float32 [N, heads, D].
+def rope(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract) -> torch.Tensor:
+    """Rotate every head in float32 by the table as it stands.
+
+    x_NHD: [N, heads, D]. rows: the table at the N positions. Returns float32 [N, heads, D].
     """
-    low, high = x_NHD.to(torch.float32).chunk(2, dim=-1)
-    angle_N1F = (positions_N[:, None].to(torch.float32) * frequencies_F[None, :])[:, None, :]
-    cos, sin = angle_N1F.cos(), angle_N1F.sin()
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    turned = check_operands(x_NHD, rows, contract)
+    wide = x_NHD.to(torch.float32)
+    first, second = _pair_index(turned, contract)
+    cos_N1F = rows.cos_PD.to(torch.float32)[:, None, second]
+    sin_N1F = rows.sin_PD.to(torch.float32)[:, None, second]
+    a, b = wide[..., first], wide[..., second]
+    out = wide.clone()
+    out[..., first] = a * cos_N1F - b * sin_N1F
+    out[..., second] = b * cos_N1F + a * sin_N1F
+    return out
+
+
+def _pair_index(turned: int, contract: RopeContract) -> tuple[torch.Tensor, torch.Tensor]:
+    if contract.style == "half":
+        return torch.arange(turned // 2), torch.arange(turned // 2, turned)
+    return torch.arange(0, turned, 2), torch.arange(1, turned, 2)

@@ -1,62 +1,26 @@
-"""The table of cosines and sines a rotation reads: frequencies, their scaling, positions."""
+"""The table of cosines and sines a rotation reads, by position."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from rlk_ledger_kernels.dtypes import torch_dtype
-from rlk_ledger_kernels.errors import ContractError, OperandError
+from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
+from rlk_ledger_kernels.ops.rope.scaling import RopeScaling, attention_factor, frequencies
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How frequencies are stretched. kind: `default`, `linear` or `llama3` (fields as in Hugging Face configs)."""
-
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
-    """Angle per position of each pair: theta^(-2i/D), stretched as declared; float32 [head_dim/2].
-
-    Raises ContractError naming a scaling that is not implemented, OperandError for an odd head_dim.
-    Formula of `llama3`: the Llama 3.1 release, as in Hugging Face's `_compute_llama3_parameters`.
-    """
-    if head_dim % 2:
-        raise OperandError(f"rope: head_dim is {head_dim}; half-rotation needs an even one")
-    scaling = scaling or RopeScaling()
-    base_F = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    if scaling.kind == "default":
-        return base_F
-    if scaling.kind == "linear":
-        return base_F / scaling.factor
-    if scaling.kind == "llama3":
-        return _llama3(base_F, scaling)
-    raise ContractError(f"rope: scaling {scaling.kind!r} is not implemented; known are default, linear and llama3")
-
-
-def _llama3(base_F: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    wavelength_F = 2 * math.pi / base_F
-    slow = scaling.original_max_position / scaling.low_freq_factor
-    fast = scaling.original_max_position / scaling.high_freq_factor
-    ramp_F = (scaling.original_max_position / wavelength_F - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended_F = (1 - ramp_F) * base_F / scaling.factor + ramp_F * base_F
-    stretched_F = torch.where(wavelength_F > slow, base_F / scaling.factor, blended_F)
-    return torch.where(wavelength_F < fast, base_F, stretched_F)
+__all__ = ["RopeScaling", "RopeTable", "attention_factor", "check_operands", "frequencies", "rope_table"]
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Cosines and sines by position, each [positions, head_dim], sines signed for the half rotation."""
+    """Cosines and sines by position, each [positions, R], in the contract's style.
+
+    Every element has its own entry (both of a pair hold the pair's cosine), and the sine of a pair's first element
+    is negated, so a rotation is x * cos + partner(x) * sin.
+    """
 
     cos_PD: torch.Tensor
     sin_PD: torch.Tensor
@@ -64,19 +28,45 @@ class RopeTable:
     def at(self, positions_N: torch.Tensor) -> RopeTable:
         """The rows of these positions, in their order; raises OperandError for one outside the table."""
         limit = self.cos_PD.shape[0]
-        if positions_N.numel() and not 0 <= int(positions_N.min()) <= int(positions_N.max()) < limit:
-            raise OperandError(f"rope: positions must lie in 0..{limit - 1}, got up to {int(positions_N.max())}")
+        if positions_N.numel():
+            low, high = (int(edge) for edge in torch.aminmax(positions_N))
+            if not 0 <= low <= high < limit:
+                raise OperandError(f"rope: positions must lie in 0..{limit - 1}, got up to {high if low >= 0 else low}")
         return RopeTable(self.cos_PD.index_select(0, positions_N), self.sin_PD.index_select(0, positions_N))
 
+    def to(self, device: torch.device | str) -> RopeTable:
+        """The same table on another device."""
+        return RopeTable(self.cos_PD.to(device), self.sin_PD.to(device))
 
-def rope_table(frequencies_F: torch.Tensor, positions: int, contract: RopeContract) -> RopeTable:
-    """Tabulate positions 0..positions-1 in `contract.table`.
 
-    The angle is a float32 product, as engines compute it; its cosine is taken in float64 and rounded once,
-    so an entry does not depend on the length of the table.
+def rope_table(
+    frequencies_F: torch.Tensor, positions: int, contract: RopeContract, attention_factor: float = 1.0
+) -> RopeTable:
+    """Tabulate positions 0..positions-1 in `contract.table`, on the CPU.
+
+    The angle is a float32 product, as engines compute it; its cosine is taken in float64 and rounded once to float32,
+    so an entry does not depend on the length of the table; then `attention_factor` multiplies it in float32 and the
+    product is rounded to the table's dtype. Raises OperandError when R is not twice the number of frequencies.
     """
+    if contract.rotary not in (None, 2 * len(frequencies_F)):
+        raise OperandError(
+            f"rope: {len(frequencies_F)} frequencies turn {2 * len(frequencies_F)} dimensions, "
+            f"the contract's rotary is {contract.rotary}"
+        )
+    frequencies_F = frequencies_F.cpu()
     angle_PF = (torch.arange(positions, dtype=torch.float32)[:, None] * frequencies_F[None, :]).to(torch.float64)
     dtype = torch_dtype(contract.table)
-    cos_PF = angle_PF.cos().to(torch.float32).to(dtype)
-    sin_PF = angle_PF.sin().to(torch.float32).to(dtype)
-    return RopeTable(torch.cat((cos_PF, cos_PF), -1), torch.cat((-sin_PF, sin_PF), -1))
+    cos_PF = (angle_PF.cos().to(torch.float32) * attention_factor).to(dtype)
+    sin_PF = (angle_PF.sin().to(torch.float32) * attention_factor).to(dtype)
+    if contract.style == "half":
+        return RopeTable(torch.cat((cos_PF, cos_PF), -1), torch.cat((-sin_PF, sin_PF), -1))
+    return RopeTable(cos_PF.repeat_interleave(2, -1), torch.stack((-sin_PF, sin_PF), -1).flatten(-2))
+
+
+def check_operands(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract) -> int:
+    """R, how many leading dimensions turn; raises OperandError when the table's rows are not [N, R]."""
+    turned = contract.rotary or x_NHD.shape[-1]
+    fits = x_NHD.dim() == 3 and turned <= x_NHD.shape[2] and turned % 2 == 0
+    if not fits or rows.cos_PD.shape != (x_NHD.shape[0], turned) or rows.sin_PD.shape != rows.cos_PD.shape:
+        raise OperandError(f"rope: x is {tuple(x_NHD.shape)}, the table's rows are {tuple(rows.cos_PD.shape)}")
+    return turned

@@ -9,7 +9,21 @@ OPERATOR = Operator(
     op_class="elementwise",
     surface=("swiglu",),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+        ),
         Backend(
             name="reference",
             bucket="reference",
