@@ -52,7 +52,7 @@ _OWN_WORDS: dict[str, frozenset[str]] = {
 }
 # Written about a ledger by who reads it: what was redacted there is redacted here.
 _ABOUT = frozenset({"segments.pruned"}) | {
-    name for name, kind in REGISTRY.items() if kind.public.__module__.endswith(".replays")
+    name for name, kind in REGISTRY.items() if kind.public.__module__.endswith((".replays", ".certificates"))
 }
 
 

@@ -27,7 +27,14 @@ TWIN: dict[str, Any] = json.loads((HERE / "golden-1.json").read_text())
 RUN = TWIN["run"]["run_id"]
 
 
-ADDED_SINCE = {"batch.admitted", "boundary.captured", "drift.diagnosed", "segment.timed", "segments.pruned"}
+ADDED_SINCE = {
+    "batch.admitted",
+    "boundary.captured",
+    "drift.diagnosed",
+    "kernels.certified",
+    "segment.timed",
+    "segments.pruned",
+}
 """Event types that came after golden-1 was frozen: a new type needs no format version."""
 
 

@@ -17,11 +17,13 @@ from rlk_ledger_schemas.events.base import (
     take_arrays,
 )
 from rlk_ledger_schemas.events.boundaries import BoundaryCaptured
+from rlk_ledger_schemas.events.certificates import KernelsCertified
 from rlk_ledger_schemas.events.decisions import (
     CollectiveObserved,
     ContractDeclared,
     KnobApplied,
     OperatorDecided,
+    Rejected,
     SegmentTimed,
 )
 from rlk_ledger_schemas.events.identity import Environment, Gap, RunOpened, WriterClosed, WriterLost, WriterOpened
@@ -58,10 +60,12 @@ __all__ = [
     "FindingRaised",
     "Gap",
     "GateChecked",
+    "KernelsCertified",
     "KnobApplied",
     "Logprobs",
     "OperatorDecided",
     "PromptRecorded",
+    "Rejected",
     "ReplayPlanned",
     "ReportWritten",
     "RolloutSample",
