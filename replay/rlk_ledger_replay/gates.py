@@ -122,8 +122,8 @@ def evidence(
 
 
 def applied(decisions: Sequence[OperatorDecision]) -> list[Gate]:
-    """Whether every operator of the reference ran on the backend that was asked for."""
-    swapped = [d for d in decisions if d.requested not in ("auto", d.actual)]
+    """Whether every operator of the reference ran on the backend that was asked for, and none on a stand-in."""
+    swapped = [d for d in decisions if d.fallback or d.requested not in ("auto", d.actual)]
     trace = {d.operator: f"{d.requested} -> {d.actual}: {d.reason}" for d in decisions}
     if not decisions:
         return [Gate("applied.operators", "unknown", "no operator reported which backend ran")]

@@ -124,6 +124,26 @@ REASONS: dict[str, Reason] = {
         "the backend's descriptor needs a field the request does not have; only `*` is a wildcard",
         "State the field in the request.",
     ),
+    "capability_missing": Reason(
+        "operator",
+        "the backend's descriptor does not cover a field of the request",
+        "Choose a backend that declares it, or change the request.",
+    ),
+    "backend_unavailable": Reason(
+        "operator",
+        "what the backend needs (a distribution, a device, its own module) is not here",
+        "See what the rejected backend says would enable it.",
+    ),
+    "mode_excludes": Reason(
+        "operator",
+        "the mode, or the backend's lifecycle, does not let this kind of backend run",
+        "Choose another mode, or ask for an experimental backend by its name.",
+    ),
+    "declaration_broken": Reason(
+        "operator",
+        "an operator's folder or a plugin holds no declaration that can be used",
+        "Repair or uninstall what the rejected entry names.",
+    ),
     "silent_fallback": Reason(
         "operator", "the backend that ran is not the one that was decided", "Read the operator's decision."
     ),

@@ -20,7 +20,6 @@ from rlk_ledger_kernels.ops.masked_mean.torch import masked_mean, masked_sum
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.probe import ShapesInUse, admit, using_threads
-from rlk_ledger_kernels.registry import OPERATORS, load, resolve
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
 SHAPES = ShapesInUse(products=frozenset({(384, 0, 96, 128), (128, 0, 128, 272)}), heads=(2, 32, 48))
@@ -96,27 +95,6 @@ def test_the_probe_gives_up_row_counts_and_then_refuses(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "_verdicts", {})
     with pytest.raises(InvarianceError, match="score on another machine or build"):
         admit(SHAPES, Schedule())
-
-
-def test_every_operator_resolves_to_a_module_that_holds_it() -> None:
-    for operator in OPERATORS:
-        for requested in ("auto", "torch", "reference"):
-            decision = resolve(operator, requested)
-            assert decision.actual == ("torch" if requested == "auto" else requested)
-            assert callable(getattr(load(decision), operator))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("conv",), "operator 'conv' does not exist"),
-        (("linear", "triton"), "backend 'triton' of linear does not exist"),
-        (("linear", "torch", "cuda"), "no backend of linear runs on device 'cuda'"),
-    ],
-)
-def test_the_registry_refuses_by_name(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ContractError, match=message):
-        resolve(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,8 @@ def test_a_backend_that_is_not_the_requested_one_fails_its_gate() -> None:
     swapped = OperatorDecision("linear", "fast", "torch", "m", "not available")
     assert gates.applied([ran])[0].status == "passed"
     assert gates.applied([ran, swapped])[0].status == "failed"
+    stands_in = OperatorDecision("linear", "auto", "reference", "m", "stands in", fallback=True)
+    assert gates.applied([ran, stands_in])[0].status == "failed"
     assert gates.applied([])[0].status == "unknown"
 
 

@@ -46,16 +46,22 @@ class KnobApplied(Event, frozen=True, kw_only=True):
     lifecycle: Literal["request", "engine", "process_group", "process", "build"] | None = None
 
 
-class Rejected(msgspec.Struct, frozen=True):
-    """A backend that was not chosen, and why."""
+class Rejected(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A backend that was not chosen, and why: a sentence, the code of `modes.REASONS`, and what would enable it."""
 
     backend: str
     reason: str
+    code: str | None = None
+    enable: str | None = None
 
 
 @register
 class OperatorDecided(Event, frozen=True, kw_only=True):
-    """Which backend an operator got, which it was asked to have, and why."""
+    """Which backend an operator got, which it was asked to have, and why.
+
+    build, source: fingerprints of what the backend was built with and of its own source. callables: by name, the module
+    and qualified name of each function that was loaded. reported: what the backend says about itself, which is no fact.
+    """
 
     TYPE: ClassVar[str] = "operator.decided"
     operator: Name
@@ -68,6 +74,11 @@ class OperatorDecided(Event, frozen=True, kw_only=True):
     bucket: Literal["contract_preserving", "opportunistic", "reference", "native"] | None = None
     reason: str | None = None
     rejected: tuple[Rejected, ...] | None = None
+    implementation: Name | None = None
+    build: Name | None = None
+    source: Name | None = None
+    callables: Free | None = None
+    reported: Free | None = None
 
 
 @register
