@@ -1,0 +1,34 @@
+"""swiglu, flashinfer: y = silu(gate) * up, rounded where this build of flashinfer rounds.
+
+Opportunistic: where silu(gate) is rounded is flashinfer's own choice, so `materialise` is kept only where the bitwise
+probe says so. The two operands are laid side by side first, as the kernel reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlk_ledger_kernels.errors import OperandError
+from rlk_ledger_kernels.native_operands import function, library, on_cuda, same_dtype
+from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
+
+_GRANULE = 16
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:
+    """Gate.
+
+    gate, up: one shape [..., W] and one dtype, on CUDA, W a multiple of 16 bytes. Returns that shape and dtype. Raises
+    OperandError for other operands, ContractError for another output dtype, BackendError without flashinfer or CUDA.
+    """
+    if gate.shape != up.shape:
+        raise OperandError(f"swiglu: gate is {tuple(gate.shape)}, up is {tuple(up.shape)}; make them equal")
+    same_dtype("swiglu with flashinfer", contract.output, gate, up)
+    if gate.shape[-1] * gate.element_size() % _GRANULE:
+        raise OperandError(f"swiglu with flashinfer: rows of {gate.shape[-1]} do not fill 16-byte units")
+    on_cuda("flashinfer", "swiglu", gate)
+    kernel = function("flashinfer", library("flashinfer", "flashinfer.activation"), "silu_and_mul")
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if out.numel():
+        kernel(torch.cat((gate, up), dim=-1), out=out, enable_pdl=False)
+    return out
