@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -18,17 +19,25 @@ _EXACT = ("none", "ieee")
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """Run the body with float32 products in IEEE arithmetic on `device`, and restore every switch afterwards."""
+    backend = _product_switches(device)
     with ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
-        if backend.fp32_precision not in _EXACT or torch.backends.fp32_precision not in _EXACT:
+        if backend.fp32_precision not in _EXACT or _everywhere().fp32_precision not in _EXACT:
             stack.enter_context(_held(backend, "fp32_precision", "ieee"))
         if device.type == "cuda":
             for switch in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
                 if getattr(backend, switch):
                     stack.enter_context(_held(backend, switch, False))
         yield
+
+
+def _everywhere() -> Any:
+    return torch.backends  # its stubs lack the precision switches
+
+
+def _product_switches(device: torch.device) -> Any:
+    return torch.backends.cuda.matmul if device.type == "cuda" else _everywhere().mkldnn.matmul
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_column_parallel_slices_of_any_width_give_the_bits_of_the_whole(
     whole = linear_torch.linear(x, linear_torch.pack_linear(weight, contract, bias))
     slices = [
         linear_torch.linear(x, linear_torch.pack_linear(weight[start:end], contract, bias[start:end]))
-        for start, end in zip(cuts, cuts[1:], strict=False)
+        for start, end in pairwise(cuts)
     ]
     assert same_bits(torch.cat(slices, dim=1), whole)
 

@@ -15,7 +15,6 @@ OPERATOR = Operator(
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
             parallel=("single", "tp"),
-            requires=("tp",),
         ),
         Backend(
             name="reference",
