@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from rlk_ledger_kernels.dtypes import DType, one_of, torch_dtype
+from rlk_ledger_kernels.dtypes import DType, one_of
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract

@@ -54,8 +54,9 @@ def checked_logits(logits_NE: torch.Tensor, contract: MoeRouterContract) -> None
         )
 
 
-def checked_experts(experts_NT: torch.Tensor, rows: int, experts: int, columns: int) -> None:
-    """Raise OperandError unless `experts_NT` is int64 [rows, columns] of different experts below `experts`."""
+def checked_experts(experts_NT: torch.Tensor, logits_NE: torch.Tensor, contract: MoeRouterContract) -> None:
+    """Raise OperandError unless `experts_NT` is int64 [rows, top_k] of different experts that the logits have."""
+    (rows, experts), columns = logits_NE.shape, contract.top_k
     if experts_NT.shape != (rows, columns) or experts_NT.dtype != torch.int64:
         raise OperandError(
             f"moe_router: experts are {experts_NT.dtype} {tuple(experts_NT.shape)}; pass int64 [{rows}, {columns}]"

@@ -18,7 +18,7 @@ def moe_router(logits_NE: torch.Tensor, contract: MoeRouterContract) -> tuple[to
 def routed_weights(logits_NE: torch.Tensor, experts_NT: torch.Tensor, contract: MoeRouterContract) -> torch.Tensor:
     """Weights of given routes. experts_NT: int64 [N, T] without repetition. Returns float32 [N, T]."""
     checked_logits(logits_NE, contract)
-    checked_experts(experts_NT, *logits_NE.shape, contract.top_k)
+    checked_experts(experts_NT, logits_NE, contract)
     wide_NE = logits_NE.to(torch.float32)
     if contract.weighting == "softmax_of_top_k":
         weights_NT = wide_NE.gather(1, experts_NT).softmax(1)

@@ -35,7 +35,7 @@ def routed_weights(logits_NE: torch.Tensor, experts_NT: torch.Tensor, contract: 
     Raises OperandError for a route outside the experts, or one that a row names twice.
     """
     checked_logits(logits_NE, contract)
-    checked_experts(experts_NT, *logits_NE.shape, contract.top_k)
+    checked_experts(experts_NT, logits_NE, contract)
     return _weights(logits_NE, experts_NT, contract)
 
 
