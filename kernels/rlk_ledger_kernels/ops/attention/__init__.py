@@ -7,14 +7,23 @@ OPERATOR = Operator(
     package=__name__,
     chain=50,
     op_class="attention",
-    surface=("attention",),
+    surface=("attention", "attention_partials", "merge_partials", "attention_backward"),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp", "cp"),
+            shapes=(("head_dim", 1, 256),),
+        ),
         Backend(
             name="reference",
             bucket="reference",
             devices=("cpu", "cuda"),
             dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
+            autograd=("forward", "backward"),
+            shapes=(("head_dim", 1, 256),),
             deterministic=False,
             batch_invariant=False,
             fallback=None,

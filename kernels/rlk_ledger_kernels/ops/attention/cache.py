@@ -28,7 +28,7 @@ class KVCache:
         kv_heads: int,
         kv_block: int,
         head_dim: int,
-        dtype: DType = "float32",
+        dtype: DType | torch.dtype = "float32",
         *,
         device: torch.device | str = "cpu",
         wide: bool = True,
@@ -36,7 +36,7 @@ class KVCache:
         """Allocate zeros; slots that were never written are only ever masked."""
         self.head_dim = head_dim
         self.ones_at = -(-head_dim // ALIGNMENT) * ALIGNMENT
-        self.dtype = torch_dtype(dtype)
+        self.dtype = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
         self.wide = wide
         stored = torch.float32 if wide else self.dtype
         self.keys = torch.zeros((blocks, kv_heads, kv_block, head_dim), dtype=stored, device=device)

@@ -33,3 +33,12 @@ def check(q_NHD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: At
             f"attention: q is on {q_NHD.device}, the cache on {cache.keys.device}, the plan on {plan.gather_R.device}; "
             "move them to one device"
         )
+
+
+def check_whole(plan: AttentionPlan) -> None:
+    """Raise OperandError when a chunk starts behind position 0: gradients of cached keys would be lost."""
+    for index, chunk in enumerate(plan.chunks):
+        if chunk.first:
+            raise OperandError(
+                f"attention: chunk {index} starts at position {chunk.first}; the backward pass needs whole sequences"
+            )

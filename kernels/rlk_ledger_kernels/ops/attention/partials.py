@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -141,10 +142,10 @@ def _ownership(plan: AttentionPlan, owned: Owned) -> tuple[np.ndarray, np.ndarra
 def contiguous(blocks: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Blocks of each rank when a sequence of `blocks` is cut into `ranks` runs."""
     cut = [blocks * rank // ranks for rank in range(ranks + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(cut, cut[1:]))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(cut))
 
 
 def zigzag(blocks: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Blocks of each rank when causal work is balanced: of 2 x ranks runs, rank r owns run r and run 2 ranks - 1 - r."""
+    """Blocks of each rank when causal work is balanced: of 2 ranks runs, rank r owns run r and run 2 ranks - 1 - r."""
     runs = contiguous(blocks, 2 * ranks)
     return tuple(runs[rank] + runs[2 * ranks - 1 - rank] for rank in range(ranks))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Step:
     hidden_MQB: torch.Tensor
 
     def subset(self, kept_S: np.ndarray) -> Step:
-        """The step of some of its tiles: rising positions among them. begin and end keep their meaning for the whole."""
+        """The step of some of its tiles, given as rising positions among them; begin and end do not change."""
         edged_S, own_S = kept_S[kept_S < self.edged], kept_S[kept_S >= self.end - self.begin - self.ending]
         device = self.blocks_A.device
         own_S = own_S - (self.end - self.begin - self.ending)
@@ -77,7 +78,7 @@ class Step:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """Index tensors shared by all layers of one forward pass that have the same window.
 
@@ -101,6 +102,11 @@ class AttentionPlan:
     chunk_T: np.ndarray
     start_T: np.ndarray
 
+    @cached_property
+    def pairs(self) -> tuple[Pairs, ...]:
+        """The visits again, as the backward pass takes them; built on first use."""
+        return plan_pairs(self)
+
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""
         return replace(
@@ -111,6 +117,55 @@ class AttentionPlan:
             slot_offset_N=self.slot_offset_N.to(device),
             steps=tuple(step.to(device) for step in self.steps),
         )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Visits at one distance: each tile and each key block occurs in at most one of them.
+
+    tile_A: tiles. page_A: cache block. key_A: place of the logical block among all blocks of all chunks.
+    hidden_AQB: True where the key is invisible to the row or the row is padding; None where nothing is.
+    """
+
+    tile_A: torch.Tensor
+    page_A: torch.Tensor
+    key_A: torch.Tensor
+    hidden_AQB: torch.Tensor | None
+
+
+def plan_pairs(plan: AttentionPlan) -> tuple[Pairs, ...]:
+    """All visits by distance, nearest first: d is the number of tiles between a tile and the start of the block.
+
+    So a key block sums its query tiles forward, and a query tile its key blocks from its own back to the first.
+    """
+    per_block, device = plan.kv_block // plan.q_tile, plan.gather_R.device
+    offset_C = np.cumsum([0, *(len(chunk.blocks) for chunk in plan.chunks)])
+    pages_P = np.concatenate([np.asarray(chunk.blocks, dtype=np.int64) for chunk in plan.chunks])
+    bounds_C2 = np.asarray([(chunk.first, chunk.first + chunk.count) for chunk in plan.chunks])
+    number_T, first_T = plan.start_T // plan.q_tile, first_block(plan.start_T, plan.kv_block, plan.window)
+    pairs = []
+    for distance in range(int(number_T[0]) + 1):
+        reaching = number_T[: int(np.searchsorted(-number_T, -distance, side="right"))] - distance
+        tile_A = np.flatnonzero((reaching % per_block == 0) & (reaching // per_block >= first_T[: len(reaching)]))
+        if not len(tile_A):
+            continue
+        block_A, chunk_A = reaching[tile_A] // per_block, plan.chunk_T[tile_A]
+        position_AQ = plan.start_T[tile_A, None] + np.arange(plan.q_tile)
+        behind_AQB = position_AQ[:, :, None] - (block_A[:, None] * plan.kv_block + np.arange(plan.kv_block))[:, None]
+        padding_AQ = (position_AQ < bounds_C2[chunk_A, :1]) | (position_AQ >= bounds_C2[chunk_A, 1:])
+        hidden_AQB = (behind_AQB < 0) | padding_AQ[:, :, None]
+        if plan.window is not None:
+            hidden_AQB |= behind_AQB >= plan.window
+        key_A = offset_C[chunk_A] + block_A
+        pairs.append(
+            Pairs(
+                tile_A=torch.from_numpy(tile_A).to(device),
+                page_A=torch.from_numpy(pages_P[key_A]).to(device),
+                key_A=torch.from_numpy(key_A).to(device),
+                hidden_AQB=torch.from_numpy(hidden_AQB).to(device) if hidden_AQB.any() else None,
+            )
+        )
+    return tuple(pairs)
 
 
 def plan_attention(
@@ -230,3 +285,12 @@ def _steps(
             )
         )
     return steps
+
+
+def key_places(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each packed row, its logical block among all blocks of all chunks and its place inside."""
+    offset_C = np.cumsum([0, *(len(chunk.blocks) for chunk in plan.chunks)])
+    block_N = np.concatenate(
+        [offset_C[i] + np.arange(c.first, c.first + c.count) // plan.kv_block for i, c in enumerate(plan.chunks)]
+    )
+    return torch.from_numpy(block_N).to(plan.slot_offset_N.device), plan.slot_offset_N

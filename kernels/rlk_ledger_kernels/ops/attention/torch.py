@@ -14,10 +14,11 @@ import torch
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
-from rlk_ledger_kernels.ops.attention.operands import check
+from rlk_ledger_kernels.ops.attention.operands import check, check_whole
 from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, collected, entries, visits
-from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Step
-from rlk_ledger_kernels.schedule import ALIGNMENT
+from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Pairs, Step, key_places
+from rlk_ledger_kernels.precision import exact_products
+from rlk_ledger_kernels.schedule import ALIGNMENT, MAX_LEAF
 
 _MINUS_INFINITY = float("-inf")
 
@@ -36,9 +37,10 @@ def attention(
     Raises OperandError when shapes, devices or the window do not fit the cache or the plan.
     """
     q_TKMD = _tiled_queries(q_NHD, cache, plan, contract)
-    top_TKM, total_TKMV = _attend(q_TKMD, cache, plan, careful=False)
-    if not bool(total_TKMV.sum().isfinite()):
-        top_TKM, total_TKMV = _attend(q_TKMD, cache, plan, careful=True)
+    with exact_products(q_NHD.device):
+        top_TKM, total_TKMV = _attend(q_TKMD, cache, plan, contract, careful=False)
+        if not bool(total_TKMV.sum().isfinite()):
+            top_TKM, total_TKMV = _attend(q_TKMD, cache, plan, contract, careful=True)
     total_TKMD, denominator_TKM = total_TKMV[..., : cache.head_dim], total_TKMV[..., cache.ones_at]
     return _finish(top_TKM, denominator_TKM, total_TKMD, plan, contract, len(q_NHD))
 
@@ -53,9 +55,10 @@ def attention_partials(
     Raises OperandError as `attention` does, and when `owned` names a block that does not exist.
     """
     q_TKMD = _tiled_queries(q_NHD, cache, plan, contract)
-    partials = _partials(q_TKMD, cache, plan, owned, len(q_NHD), careful=False)
-    if not bool(partials.o_EKMD.sum().isfinite()):
-        partials = _partials(q_TKMD, cache, plan, owned, len(q_NHD), careful=True)
+    with exact_products(q_NHD.device):
+        partials = _partials(q_TKMD, cache, plan, contract, owned, len(q_NHD), careful=False)
+        if not bool(partials.o_EKMD.sum().isfinite()):
+            partials = _partials(q_TKMD, cache, plan, contract, owned, len(q_NHD), careful=True)
     return partials
 
 
@@ -82,33 +85,125 @@ def merge_partials(
     return _finish(top_TKM, total_TKMV[..., -1], total_TKMV[..., :-1], plan, contract, parts[0].rows)
 
 
+def attention_backward(
+    grad_NHD: torch.Tensor,
+    grad_lse_NH: torch.Tensor,
+    q_NHD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_NH: torch.Tensor,
+    cache: KVCache,
+    plan: AttentionPlan,
+    contract: AttentionContract,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of a packed prefill, in which every sequence starts at position 0.
+
+    p_ij = exp(s_ij - lse_i), ds_ij = p_ij (do_i . v_j - do_i . o_i + dlse_i); dv_j = sum_i p_ij do_i,
+    dk_j = scale sum_i ds_ij q_i, dq_i = scale sum_j ds_ij k_j (Dao et al. 2022, algorithm 4).
+    grad_NHD, q_NHD, out_NHD: [N, heads, D]; grad_lse_NH, lse_NH: [N, heads]. Returns float32 dq [N, heads, D], and
+    dk and dv [N, kv heads, D]. A key sums its queries tile after tile forward, a query its keys block after block backward,
+    so the gradients of a sequence do not depend on the other sequences.
+    Raises OperandError as `attention` does, and for a chunk that starts behind position 0.
+    """
+    check_whole(plan)
+    q_TKMD, kv_heads = _tiled_queries(q_NHD, cache, plan, contract), cache.keys.shape[1]
+    grad_NHD, grad_lse_NH = grad_NHD.to(torch.float32), grad_lse_NH.to(torch.float32)
+    slope_NH1 = (grad_lse_NH - (grad_NHD * out_NHD).sum(-1))[..., None]
+    # A row that saw nothing has lse = -inf and gets weights exp(-inf) = 0.
+    lse_NH1 = lse_NH.masked_fill(lse_NH == _MINUS_INFINITY, float("inf"))[..., None]
+    grad_TKMD, slope_TKM1, lse_TKM1 = (_by_tile(x, plan, kv_heads) for x in (grad_NHD, slope_NH1, lse_NH1))
+    keys = sum(len(chunk.blocks) for chunk in plan.chunks)
+    dq_TKMD = torch.zeros_like(q_TKMD)
+    dk_PKBD, dv_PKBD = q_TKMD.new_zeros((2, keys, *cache.keys.shape[1:]))
+    with exact_products(q_NHD.device):
+        for pairs in plan.pairs:
+            at = pairs.tile_A
+            k, v = cache.read_keys(pairs.page_A), cache.read_values(pairs.page_A)[..., : cache.head_dim]
+            p, ds = _weights_and_slopes(q_TKMD[at], k, v, grad_TKMD[at], slope_TKM1[at], lse_TKM1[at], pairs, contract)
+            dv_PKBD[pairs.key_A] += _summed_over_rows(p, grad_TKMD[at], plan.q_tile)
+            dk_PKBD[pairs.key_A] += _summed_over_rows(ds, q_TKMD[at], plan.q_tile)
+            dq_TKMD[at] += torch.matmul(ds, k)
+    dq_TKMD.mul_(contract.scale)
+    if contract.scale_at == "score":
+        dk_PKBD.mul_(contract.scale)
+    group_rows = (plan.tiles, kv_heads, -1, plan.q_tile, cache.head_dim)
+    dq_RHD = dq_TKMD.view(group_rows).permute(0, 3, 1, 2, 4).reshape(-1, *q_NHD.shape[1:])
+    block_N, slot_N = key_places(plan)
+    dk_NKD, dv_NKD = dk_PKBD[block_N, :, slot_N], dv_PKBD[block_N, :, slot_N]
+    return dq_RHD.index_select(0, plan.scatter_P[: len(q_NHD)]), dk_NKD, dv_NKD
+
+
+def _weights_and_slopes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    slope: torch.Tensor,
+    lse: torch.Tensor,
+    pairs: Pairs,
+    contract: AttentionContract,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and ds of the visits, [A, kv heads, M, kv_block]; exactly zero where the key is invisible."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    if contract.scale_at == "score":
+        scores.mul_(contract.scale)
+    p = scores.sub_(lse).exp_()
+    ds = torch.matmul(grad, v.transpose(-1, -2)).add_(slope).mul_(p)
+    if pairs.hidden_AQB is not None:
+        hidden = pairs.hidden_AQB[:, None, None]
+        for x in (p, ds):
+            x.view(*p.shape[:2], -1, *hidden.shape[3:]).masked_fill_(hidden, 0.0)
+    return p, ds
+
+
+def _summed_over_rows(x_AKMB: torch.Tensor, y_AKMD: torch.Tensor, q_tile: int) -> torch.Tensor:
+    """x^T y over the rows of a tile, at most one leaf of rows to a product: [A, kv heads, kv_block, D]."""
+    leaf = max(1, MAX_LEAF // q_tile) * q_tile
+    parts = [torch.matmul(x.transpose(-1, -2), y) for x, y in zip(x_AKMB.split(leaf, dim=2), y_AKMD.split(leaf, dim=2))]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total
+
+
 def _tiled_queries(
     q_NHD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract
 ) -> torch.Tensor:
     """Scaled float32 queries by tile, [tiles, kv heads, group x q_tile, D]."""
     check(q_NHD, cache, plan, contract)
-    heads, head_dim = q_NHD.shape[1:]
     kv_heads = cache.keys.shape[1]
-    q = q_NHD.to(torch.float32).mul(contract.scale).index_select(0, plan.gather_R)
-    q = q.view(plan.tiles, plan.q_tile, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
-    return q.reshape(plan.tiles, kv_heads, -1, head_dim).contiguous()
+    q = q_NHD.to(torch.float32)
+    return _by_tile(q.mul(contract.scale) if contract.scale_at == "query" else q, plan, kv_heads)
+
+
+def _by_tile(x_NHD: torch.Tensor, plan: AttentionPlan, kv_heads: int) -> torch.Tensor:
+    """Packed rows by tile, [tiles, kv heads, group x q_tile, D]."""
+    heads, head_dim = x_NHD.shape[1:]
+    x = x_NHD.index_select(0, plan.gather_R)
+    x = x.view(plan.tiles, plan.q_tile, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+    return x.reshape(plan.tiles, kv_heads, -1, head_dim).contiguous()
 
 
 def _attend(
-    q_TKMD: torch.Tensor, cache: KVCache, plan: AttentionPlan, careful: bool
+    q_TKMD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract, careful: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(m, [o, l]) of every tile over all blocks it sees."""
     top_TKM = q_TKMD.new_full(q_TKMD.shape[:3], _MINUS_INFINITY)
     total_TKMV = q_TKMD.new_zeros((*q_TKMD.shape[:3], cache.ones_at + ALIGNMENT))
     for step in plan.steps:
         active = slice(step.begin, step.end)
-        m_AKM, part_AKMV = _block(q_TKMD[active], cache, step, careful)
+        m_AKM, part_AKMV = _block(q_TKMD[active], cache, step, contract, careful)
         _merge(top_TKM[active], total_TKMV[active], m_AKM, part_AKMV)
     return top_TKM, total_TKMV
 
 
 def _partials(
-    q_TKMD: torch.Tensor, cache: KVCache, plan: AttentionPlan, owned: Owned, rows: int, careful: bool
+    q_TKMD: torch.Tensor,
+    cache: KVCache,
+    plan: AttentionPlan,
+    contract: AttentionContract,
+    owned: Owned,
+    rows: int,
+    careful: bool,
 ) -> BlockPartials:
     tiles = visits(plan, owned)
     tile_E, block_E = entries(plan, owned)
@@ -120,13 +215,15 @@ def _partials(
             continue
         mine = slice(first, first + len(tile_S))
         q_SKMD = q_TKMD[torch.from_numpy(tile_S).to(q_TKMD.device)]
-        m_EKM[mine], part_SKMV = _block(q_SKMD, cache, step.subset(tile_S - step.begin), careful)
+        m_EKM[mine], part_SKMV = _block(q_SKMD, cache, step.subset(tile_S - step.begin), contract, careful)
         l_EKM[mine], o_EKMD[mine] = part_SKMV[..., cache.ones_at], part_SKMV[..., : cache.head_dim]
         first = mine.stop
     return BlockPartials(rows, tile_E, block_E, m_EKM, l_EKM, o_EKMD)
 
 
-def _block(q_AKMD: torch.Tensor, cache: KVCache, step: Step, careful: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _block(
+    q_AKMD: torch.Tensor, cache: KVCache, step: Step, contract: AttentionContract, careful: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One logical block under its own maximum: m [A, kv heads, M] and sum_j exp(s_j - m) [v_j, 1].
 
     careful: values that are not finite are taken out of the product (where a masked key would make 0 x inf of them)
@@ -136,6 +233,8 @@ def _block(q_AKMD: torch.Tensor, cache: KVCache, step: Step, careful: bool) -> t
     k = cache.read_keys(step.blocks_A).view(active * kv_heads, -1, head_dim)
     v = cache.read_values(step.blocks_A).view(active * kv_heads, k.shape[1], -1)
     scores = torch.bmm(q_AKMD.reshape(-1, rows, head_dim), k.transpose(1, 2))
+    if contract.scale_at == "score":
+        scores.mul_(contract.scale)
     by_tile = scores.view(active, kv_heads, -1, step.hidden_MQB.shape[1], k.shape[1])
     if step.edged:
         by_tile[: step.edged].masked_fill_(step.edge_EQB[:, None, None], _MINUS_INFINITY)
@@ -144,6 +243,8 @@ def _block(q_AKMD: torch.Tensor, cache: KVCache, step: Step, careful: bool) -> t
     m = scores.amax(-1)
     # A row that sees nothing here has m = -inf; against 0 instead, its weights are exp(-inf) = 0 and not NaN.
     weights = scores.sub_(m.masked_fill(m == _MINUS_INFINITY, 0.0)[..., None]).exp_()
+    if contract.weights != "float32":
+        weights = weights.to(torch_dtype(contract.weights)).to(torch.float32)
     if careful:
         bad = ~v.isfinite()
         part = torch.bmm(weights, v.masked_fill(bad, 0.0))
