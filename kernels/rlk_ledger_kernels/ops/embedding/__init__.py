@@ -1,4 +1,4 @@
-"""Rows of a table, copied exactly."""
+"""Rows of a table, copied exactly, whole or sharded by vocabulary."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -7,9 +7,25 @@ OPERATOR = Operator(
     package=__name__,
     chain=10,
     op_class="elementwise",
-    surface=("embedding",),
+    surface=("embedding", "embedding_shard"),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            parallel=("single", "tp"),
+            autograd=("forward", "backward"),
+        ),
         Backend(
             name="reference",
             bucket="reference",

@@ -7,7 +7,7 @@ import torch
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract, check_operands
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:  # noqa: ARG001
+def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:
     """Gate. gate, up: same shape. Returns float32 of that shape; the contract's roundings are not applied."""
     check_operands(gate, up)
     wide = gate.to(torch.float32)
