@@ -1,18 +1,18 @@
-"""Where the suites find operators and their cases: a folder under `ops/` with `OPERATOR` and `cases.py`."""
+"""Where the suites find cases: `cases.py` in the folder of an operator the registry knows."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
 
+from rlk_ledger_kernels import registry
 from rlk_ledger_kernels.descriptors import Operator
-from rlk_ledger_kernels.discovery import discover
 from rlk_ledger_kernels.suite.case import Case, Wrong
 
 
 def operators() -> dict[str, Operator]:
     """Every operator in the order of a forward pass."""
-    return discover().operators
+    return dict(registry.operators())
 
 
 def cases(operator: Operator, size: str = "small") -> list[Case]:

@@ -7,6 +7,7 @@ case, of the first transform that has one. Where a case has a gradient, the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -89,57 +90,65 @@ def _check_rows(
     run = case.run if direction == "forward" else case.gradient
     if run is None:
         return None
-    with using_threads(1 if threads else torch.get_num_threads()):
+    with _base(threads):
         base = run(module, case.rows)
-    for layout in row_layouts(case.rows, effort):
-        with using_threads(threads or torch.get_num_threads()):
+    with _transformed(threads):
+        for layout in row_layouts(case.rows, effort):
             if layout.calls is None:
                 out = run(module, layout.rows)
             else:
                 parts = zip(*(torch.split(operand, list(layout.calls)) for operand in layout.rows))
                 out = torch.cat([run(module, tuple(part)) for part in parts])
-        order = layout.base_N.argsort()
-        base_N = layout.base_N[order]
-        found = _first(base[base_N], out[layout.at_N[order]], base_N.tolist())
-        if found is not None:
-            return Mismatch(case.operator, case.name, layout.transform, direction, *found)
+            order = layout.base_N.argsort()
+            base_N = layout.base_N[order]
+            found = _first(base[base_N], out[layout.at_N[order]], base_N.tolist())
+            if found is not None:
+                return Mismatch(case.operator, case.name, layout.transform, direction, *found)
     return None
 
 
 def _check_masked(case: MaskedCase, module: ModuleType, effort: Effort, threads: int | None) -> Mismatch | None:
-    with using_threads(1 if threads else torch.get_num_threads()):
+    with _base(threads):
         base = case.run(module, case.rows, case.mask_N).reshape(-1)
-    for layout in masked_layouts(case, effort):
-        with using_threads(threads or torch.get_num_threads()):
+    with _transformed(threads):
+        for layout in masked_layouts(case, effort):
             out = case.run(module, layout.rows, layout.mask_N).reshape(-1)
-        found = _first(base, out, range(len(base)))
-        if found is not None:
-            return Mismatch(case.operator, case.name, layout.transform, "forward", *found)
+            found = _first(base, out, range(len(base)))
+            if found is not None:
+                return Mismatch(case.operator, case.name, layout.transform, "forward", *found)
     return None
 
 
 def _check_sequences(case: SequenceCase, module: ModuleType, effort: Effort, threads: int | None) -> Mismatch | None:
     def alone(sequence: Sequence_) -> torch.Tensor:
-        with using_threads(1 if threads else torch.get_num_threads()):
-            return case.run(module, [sequence], whole(len(sequence[0])))[0]
+        return case.run(module, [sequence], whole(len(sequence[0])))[0]
 
-    base = [alone(sequence) for sequence in case.sequences]
-    for layout in sequence_layouts(case, effort):
-        with using_threads(threads or torch.get_num_threads()):
+    prefixes = list(prefix_layouts(case, effort))
+    with _base(threads):
+        base = [alone(sequence) for sequence in case.sequences]
+        missed = [alone(prefix.fork)[prefix.prefix :] for prefix in prefixes]
+    with _transformed(threads):
+        for layout in sequence_layouts(case, effort):
             out = case.run(module, layout.sequences, layout.feeding)
-        for place, index, first in sorted(layout.kept, key=lambda one: one[1]):
-            expected = base[index][first:]
-            found = _first(expected, out[place], range(first, first + len(expected)))
-            if found is not None:
-                return Mismatch(case.operator, case.name, layout.transform, "forward", *found, sequence=index)
-    for prefix in prefix_layouts(case, effort):
-        missed = alone(prefix.fork)[prefix.prefix :]
-        with using_threads(threads or torch.get_num_threads()):
+            for place, index in sorted(layout.kept, key=lambda one: one[1]):
+                found = _first(base[index], out[place], range(len(base[index])))
+                if found is not None:
+                    return Mismatch(case.operator, case.name, layout.transform, "forward", *found, sequence=index)
+        for prefix, miss in zip(prefixes, missed):
             hit = case.run(module, [prefix.owner, prefix.fork], prefix.hit)[1]
-        found = _first(missed, hit, range(prefix.prefix, prefix.prefix + len(missed)))
-        if found is not None:
-            return Mismatch(case.operator, case.name, prefix.transform, "forward", *found, sequence=1)
+            found = _first(miss, hit, range(prefix.prefix, prefix.prefix + len(miss)))
+            if found is not None:
+                return Mismatch(case.operator, case.name, prefix.transform, "forward", *found, sequence=1)
     return None
+
+
+def _base(threads: int | None) -> AbstractContextManager[None]:
+    """Where thread counts are part of the check, what others are compared with ran on one."""
+    return using_threads(1 if threads else torch.get_num_threads())
+
+
+def _transformed(threads: int | None) -> AbstractContextManager[None]:
+    return using_threads(threads or torch.get_num_threads())
 
 
 def _first(expected: torch.Tensor, got: torch.Tensor, rows: Iterable[int]) -> tuple[int, int, float, float] | None:

@@ -143,12 +143,12 @@ def masked_layouts(case: MaskedCase, effort: Effort = "full") -> Iterator[Masked
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Sequences as they are fed. kept: (place in the output, sequence of the case, first token in the output)."""
+    """Sequences as they are fed. kept: (place in the output, sequence of the case)."""
 
     transform: str
     sequences: tuple[Sequence_, ...]
     feeding: Feeding
-    kept: tuple[tuple[int, int, int], ...]
+    kept: tuple[tuple[int, int], ...]
 
 
 def whole(*lengths: int) -> Feeding:
@@ -176,7 +176,7 @@ def lengths_of(sequences: tuple[Sequence_, ...]) -> tuple[int, ...]:
 
 def _packed(case: SequenceCase, transform: str, order: tuple[int, ...]) -> SequenceLayout:
     sequences = tuple(case.sequences[index] for index in order)
-    kept = tuple((place, index, 0) for place, index in enumerate(order))
+    kept = tuple((place, index) for place, index in enumerate(order))
     return SequenceLayout(transform, sequences, whole(*lengths_of(sequences)), kept)
 
 
@@ -188,7 +188,7 @@ def _surrounded_sequences(case: SequenceCase, effort: Effort) -> Iterator[Sequen
             sequence if index == longest else _poisoned(sequence, value)
             for index, sequence in enumerate(case.sequences)
         )
-        alone = ((longest, longest, 0),)
+        alone = ((longest, longest),)
         yield SequenceLayout(f"T3 neighbours of {value}", sequences, whole(*lengths_of(sequences)), alone)
     real = tuple(case.sequences)
     for amount, value in _PADDINGS[effort]:
@@ -198,11 +198,11 @@ def _surrounded_sequences(case: SequenceCase, effort: Effort) -> Iterator[Sequen
             ("right", (*real, _poisoned(padding, value))),
         ):
             shift = side == "left"
-            kept = tuple((index + shift, index, 0) for index in range(len(real)))
+            kept = tuple((index + shift, index) for index in range(len(real)))
             name = f"T4 {amount} tokens of {value} on the {side}"
             yield SequenceLayout(name, sequences, whole(*lengths_of(sequences)), kept)
     stale = replace(whole(*lengths_of(real)), stale=1e30)
-    yield SequenceLayout("T4 stale cache blocks", real, stale, tuple((i, i, 0) for i in range(len(real))))
+    yield SequenceLayout("T4 stale cache blocks", real, stale, tuple((i, i) for i in range(len(real))))
 
 
 def _poisoned(sequence: Sequence_, value: float) -> Sequence_:
@@ -214,7 +214,7 @@ def _fed(case: SequenceCase, effort: Effort, seed: int) -> Iterator[SequenceLayo
     """T5: chunk boundaries, decode, and sequences that are at different places in one call; other pages."""
     sequences = tuple(case.sequences)
     lengths = lengths_of(sequences)
-    kept = tuple((index, index, 0) for index in range(len(sequences)))
+    kept = tuple((index, index) for index in range(len(sequences)))
     block = case.block
     boundaries = (1, block - 1, block, block + 1, 2 * block - 1, max(lengths) - 1)
     for at in boundaries if effort == "full" else (block + 1,):

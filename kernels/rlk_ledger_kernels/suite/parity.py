@@ -13,7 +13,7 @@ import torch
 from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import InvarianceError
 from rlk_ledger_kernels.suite import invariance
-from rlk_ledger_kernels.suite.accuracy import Excess, expected, outputs, worst
+from rlk_ledger_kernels.suite.accuracy import Excess, outputs, worst
 from rlk_ledger_kernels.suite.case import Case, moved
 
 
@@ -43,6 +43,3 @@ def compare(case_a: Case, module_a: ModuleType, case_b: Case, module_b: ModuleTy
     with torch.no_grad():
         a, b = outputs(moved(case_a, device), module_a), outputs(moved(case_b, device), module_b)
         return Parity(worst(case_a, a, b.to(torch.float32)), same_bits(a, b))
-
-
-__all__ = ["Parity", "check", "compare", "expected"]
