@@ -42,7 +42,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capability(operator: Operator, backend: Backend, device: str) -> Capability:
-    """Run one small case of `operator` on `backend` and `device` (a torch device type); a failure is told, not raised."""
+    """Run one small case of `operator` on `backend` and `device` (a torch device type); failures are told."""
     runs, reason, ran = _tried(operator, backend, device)
     return Capability(
         operator=operator.name,

@@ -70,3 +70,11 @@ def check_operands(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract)
     if not fits or rows.cos_PD.shape != (x_NHD.shape[0], turned) or rows.sin_PD.shape != rows.cos_PD.shape:
         raise OperandError(f"rope: x is {tuple(x_NHD.shape)}, the table's rows are {tuple(rows.cos_PD.shape)}")
     return turned
+
+
+def compact(rows: RopeTable, contract: RopeContract) -> torch.Tensor:
+    """The table as inference engines keep it: [positions, R], the R/2 cosines of the pairs and then their sines."""
+    half = rows.cos_PD.shape[1] // 2
+    if contract.style == "half":
+        return torch.cat((rows.cos_PD[:, :half], rows.sin_PD[:, half:]), dim=-1).contiguous()
+    return torch.cat((rows.cos_PD[:, 0::2], rows.sin_PD[:, 1::2]), dim=-1).contiguous()
