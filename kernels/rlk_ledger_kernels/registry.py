@@ -90,7 +90,8 @@ class Registry:
         known = self.operators
         if name in known:
             return known[name]
-        refused = "".join(f"; {one.backend} was refused: {one.reason}" for one in self._rejected if name in one.backend)
+        about = [one for one in self._rejected if name in one.backend or repr(name) in one.reason]
+        refused = "".join(f"; {one.backend} was refused: {one.reason}" for one in about)
         raise ContractError(f"operator {name!r} does not exist; known are {', '.join(sorted(known))}{refused}")
 
     def resolve(

@@ -171,7 +171,9 @@ def _may_stand_in(one: _Candidate, candidates: list[_Candidate]) -> bool:
 
 
 def _gravest(candidates: list[_Candidate], rule: Behaviour) -> str:
-    """The code that says most about why nothing the mode allows is eligible."""
+    """The code that says most about why nothing is eligible: strict kept out one that could run, or the worst fault."""
+    if any(one.unfit is None and one.barred and one.barred.code == "contract_not_preserved" for one in candidates):
+        return "contract_not_preserved"
     codes = {one.unfit.code for one in candidates if one.unfit is not None and one.backend.bucket in rule.buckets}
     return next((code for code in _GRAVEST if code in codes), "contract_not_preserved")
 
