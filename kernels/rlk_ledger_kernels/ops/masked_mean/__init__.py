@@ -1,4 +1,4 @@
-"""Sum over active tokens divided by their global count; never a mean of means."""
+"""Sums over active tokens, exact and so the same however tokens are sharded; means divide once, by the global count."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
 
@@ -7,9 +7,23 @@ OPERATOR = Operator(
     package=__name__,
     chain=100,
     op_class="reduction",
-    surface=("masked_mean",),
+    surface=("masked_sums", "masked_sum", "masked_mean"),
     backends=(
-        Backend(name="torch", bucket="contract_preserving", devices=("cpu",)),
+        Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            parallel=("single", "tp", "sp", "cp"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
+            name="torch",
+            bucket="contract_preserving",
+            devices=("cpu", "cuda"),
+            parallel=("single", "tp", "sp", "cp"),
+        ),
         Backend(
             name="reference",
             bucket="reference",
