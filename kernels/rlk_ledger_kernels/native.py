@@ -22,7 +22,7 @@ from rlk_ledger_kernels.fingerprint import build_fingerprint
 Outputs: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 Run: TypeAlias = "Callable[..., Outputs]"
 
-ALIGNMENT = 128
+ALIGNMENT = 64
 """Bytes. Vectorised loads look at most this far; where an operand starts within it is part of its configuration."""
 
 
