@@ -11,7 +11,7 @@ import torch
 
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
-from rlk_ledger_kernels.ops.selected_logprob.statistics import Statistics, part_end
+from rlk_ledger_kernels.ops.selected_logprob.statistics import Statistics, check_tokens, part_end
 from rlk_ledger_kernels.ops.vocab_parallel_logprob.reference import (
     merge_statistics,
     normaliser,
@@ -73,12 +73,22 @@ def linear_logprob_backward(
 
 
 def head_backward(
-    grad_N: torch.Tensor, hidden_NK: torch.Tensor, head: PackedHead, tokens_N: torch.Tensor, normal: Normaliser
+    grad_N: torch.Tensor,
+    hidden_NK: torch.Tensor,
+    head: PackedHead,
+    tokens_N: torch.Tensor,
+    normal: Normaliser,
+    carry_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `linear_logprob_backward` for a shard, given the normaliser of the whole vocabulary."""
+    """Like `linear_logprob_backward` for a shard, given the whole vocabulary's normaliser and the shards before."""
     logits_NV = _logits(hidden_NK, head)
     grad_NV = shard_backward(grad_N, logits_NV, head.first, head.vocabulary, tokens_N, normal, head.contract)
-    return grad_NV @ head.weight_VK.to(torch.float32), grad_NV.T @ hidden_NK.to(torch.float32)
+    ignored_N1 = check_tokens(tokens_N, hidden_NK.shape[0], head.vocabulary, head.contract)[:, None]
+    grad_hidden_NK = grad_NV @ head.weight_VK.to(torch.float32)
+    if carry_NK is not None:
+        grad_hidden_NK += carry_NK
+    counted_NK = hidden_NK.to(torch.float32).masked_fill(ignored_N1, 0.0)
+    return grad_hidden_NK.masked_fill(ignored_N1, 0.0), grad_NV.T @ counted_NK
 
 
 def _logits(hidden_NK: torch.Tensor, head: PackedHead) -> torch.Tensor:

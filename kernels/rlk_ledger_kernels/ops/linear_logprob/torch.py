@@ -15,7 +15,7 @@ from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import PackedLinear, linear, pack_linear
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
-from rlk_ledger_kernels.ops.selected_logprob.statistics import Statistics, part_end, part_tiles
+from rlk_ledger_kernels.ops.selected_logprob.statistics import Statistics, check_tokens, part_end, part_tiles
 from rlk_ledger_kernels.ops.selected_logprob.torch import (
     Tile,
     merge_statistics,
@@ -101,19 +101,31 @@ def linear_logprob_backward(
 
 
 def head_backward(
-    grad_N: torch.Tensor, hidden_NK: torch.Tensor, head: PackedHead, tokens_N: torch.Tensor, normal: Normaliser
+    grad_N: torch.Tensor,
+    hidden_NK: torch.Tensor,
+    head: PackedHead,
+    tokens_N: torch.Tensor,
+    normal: Normaliser,
+    carry_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `linear_logprob_backward` for a shard of a head; its hidden gradient is the shard's share of the sum.
+    """Like `linear_logprob_backward` for a shard of a head.
 
-    normal: what `normaliser` says of the whole vocabulary. Use `tile_gradients` to add shares tile by tile.
+    normal: what `normaliser` says of the whole vocabulary. carry_NK: the hidden gradient of the shards before this one,
+    which is continued, so that shards taken in order give the bits of one.
     """
     grad_weight_VK = torch.zeros(head.weight_VK.shape, dtype=torch.float32, device=hidden_NK.device)
-    grad_hidden_NK = torch.zeros(hidden_NK.shape, dtype=torch.float32, device=hidden_NK.device)
+    if carry_NK is None:
+        grad_hidden_NK = torch.zeros(hidden_NK.shape, dtype=torch.float32, device=hidden_NK.device)
+    else:
+        grad_hidden_NK = carry_NK.clone()
+    ignored_N = check_tokens(tokens_N, hidden_NK.shape[0], head.vocabulary, head.contract)
+    # What an ignored row holds, NaN included, must not meet its zeros.
+    counted_NK = hidden_NK.masked_fill(ignored_N[:, None], 0.0)
     for start, d_NW in _row_gradients(grad_N, hidden_NK, head, tokens_N, normal):
         rows = slice(start - head.first, start - head.first + d_NW.shape[1])
         grad_hidden_NK += _times_weight(d_NW, head.weight_VK[rows], head.contract)
-        grad_weight_VK[rows] = _over_tokens(d_NW, hidden_NK, head.contract)
-    return grad_hidden_NK, grad_weight_VK
+        grad_weight_VK[rows] = _over_tokens(d_NW, counted_NK, head.contract)
+    return grad_hidden_NK.masked_fill_(ignored_N[:, None], 0.0), grad_weight_VK
 
 
 def _row_gradients(

@@ -1,11 +1,12 @@
-"""selected_logprob, Triton: one pass over the logits, (max, sum) per vocabulary tile, merged in one small program a row.
+"""selected_logprob, Triton: one pass over the logits, (max, sum) per vocabulary tile, merged row by row.
 
-A program of the first kernel takes one row and a run of tiles and holds the next tiles in flight while it reduces the
-present ones. Every tile is reduced alone, at a shape its width fixes, so how tiles are dealt to programs, which rank
-holds them and what else is in the batch change no bit. The second kernel adds the tile sums of a row along one tree
-over the tiles in the contract's order. Programs talk through memory between two launches: no atomics.
+A line is one vocabulary tile of one row; a program of the first kernel takes a run of lines and holds the next ones in
+flight while it reduces the present ones. A line is reduced alone, at a shape the tile's width fixes, so how lines are
+dealt to programs, which rank holds them and what else is in the batch change no bit. The second kernel adds the tile
+sums of a row along one tree over the tiles in the contract's order. Programs talk through memory between two launches:
+no atomics.
 
-Legend: N rows, V columns, T tiles, S tiles of one step.
+Legend: N rows, V columns, T tiles, L lines of one step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.statistics import check_tokens, part_end, part_tiles
+from rlk_ledger_kernels.triton_device import interpreted
 from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through
 
 _STEP_ELEMENTS = 2048
@@ -31,7 +33,8 @@ _STEPS = 8
 _ALIGNED = 16
 """Rows start and end at multiples of this many elements, so that every layout of a dtype is one layout."""
 
-_GRADIENT_BLOCK = 4096
+_MERGE_ELEMENTS = 1024
+_GRADIENT_ELEMENTS = 4096
 
 
 @triton.jit
@@ -43,38 +46,40 @@ def _tile_kernel(
     width,
     padded,
     tiles,
-    programs,
+    lines,
     scale,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
+    LINES: tl.constexpr,
     STEPS: tl.constexpr,
     CUT: tl.constexpr,
     ROUND: tl.constexpr,
     LOGITS: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    row = program // programs
-    first = (program % programs).to(tl.int32) * STEPS
-    base_ptr = logits_ptr + row * stride
-    in_step = tl.arange(0, TILES)[:, None] * TILE + tl.arange(0, COLUMNS)[None, :]
-    at = first * TILES * TILE + in_step
-    ahead = tl.load(base_ptr + at, mask=at < padded, other=float("-inf"))
+    first = tl.program_id(0) * (LINES * STEPS)
+    column = tl.arange(0, COLUMNS)
+    line = first + tl.arange(0, LINES)
+    at = (line % tiles)[:, None] * TILE + column[None, :]
+    row_ptr = logits_ptr + (line // tiles).to(tl.int64)[:, None] * stride
+    ahead = tl.load(row_ptr + at, mask=(at < padded) & (line < lines)[:, None], other=float("-inf"))
     for step in range(STEPS):
         x = ahead.to(tl.float32)
-        next_at = at + TILES * TILE
-        ahead = tl.load(base_ptr + next_at, mask=(next_at < padded) & (step + 1 < STEPS), other=float("-inf"))
+        next_line = line + LINES
+        next_at = (next_line % tiles)[:, None] * TILE + column[None, :]
+        next_ptr = logits_ptr + (next_line // tiles).to(tl.int64)[:, None] * stride
+        wanted = (next_line < lines) & (step + 1 < STEPS)
+        ahead = tl.load(next_ptr + next_at, mask=(next_at < padded) & wanted[:, None], other=float("-inf"))
         if ROUND:
             x = rounded_through(x, LOGITS)
         if CUT:
             # Columns of the next tile, and of padding, are not this tile's.
-            x = tl.where((at < width) & (tl.arange(0, COLUMNS) < TILE)[None, :], x, float("-inf"))
+            x = tl.where((at < width) & (column < TILE)[None, :], x, float("-inf"))
         top = tl.max(x, axis=1)
         anchor = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2((x - anchor[:, None]) * scale), axis=1)
-        tile = (first + step) * TILES + tl.arange(0, TILES)
-        tl.store(top_ptr + row * tiles + tile, top, mask=tile < tiles)
-        tl.store(sum_ptr + row * tiles + tile, total, mask=tile < tiles)
+        tl.store(top_ptr + line, top, mask=line < lines)
+        tl.store(sum_ptr + line, total, mask=line < lines)
+        line = next_line
         at = next_at
 
 
@@ -88,38 +93,43 @@ def _merge_kernel(
     out_top_ptr,
     out_total_ptr,
     out_ptr,
+    rows,
     tiles,
     vocabulary,
-    ignore_index,
+    ignored_id,
     temperature,
     scale,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     REVERSE: tl.constexpr,
     PICK: tl.constexpr,
     LOGITS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
     place = tl.arange(0, COLUMNS)
-    inside = place < tiles
+    inside = real[:, None] & (place < tiles)[None, :]
     tile = tiles - 1 - place if REVERSE else place
-    top = tl.load(top_ptr + row * tiles + tile, mask=inside, other=float("-inf"))
-    total = tl.load(sum_ptr + row * tiles + tile, mask=inside, other=0.0)
-    largest = tl.max(top, axis=0)
+    at = row.to(tl.int64)[:, None] * tiles + tile[None, :]
+    top = tl.load(top_ptr + at, mask=inside, other=float("-inf"))
+    total = tl.load(sum_ptr + at, mask=inside, other=0.0)
+    largest = tl.max(top, axis=1)
     anchor = tl.where(largest == float("-inf"), 0.0, largest)
-    whole = tl.sum(tl.where(inside, total * tl.exp2((top - anchor) * scale), 0.0), axis=0)
-    tl.store(out_top_ptr + row, largest)
-    tl.store(out_total_ptr + row, whole)
+    whole = tl.sum(tl.where(inside, total * tl.exp2((top - anchor[:, None]) * scale), 0.0), axis=1)
+    tl.store(out_top_ptr + row, largest, mask=real)
+    tl.store(out_total_ptr + row, whole, mask=real)
     if PICK:
-        token = tl.load(tokens_ptr + row).to(tl.int64)
-        known = (token >= 0) & (token < vocabulary)
-        chosen = tl.load(chosen_ptr + row * chosen_stride + token, mask=known, other=float("nan")).to(tl.float32)
+        token = tl.load(tokens_ptr + row, mask=real, other=0).to(tl.int64)
+        known = real & (token >= 0) & (token < vocabulary)
+        chosen_at = row.to(tl.int64) * chosen_stride + token
+        chosen = tl.load(chosen_ptr + chosen_at, mask=known, other=float("nan")).to(tl.float32)
         chosen = rounded_through(chosen, LOGITS)
     else:
-        chosen = tl.load(chosen_ptr + row)
-    score = tl.div_rn(chosen - largest, temperature) - tl.log(whole)
+        chosen = tl.load(chosen_ptr + row, mask=real, other=0.0)
+    score = tl.div_rn(chosen - largest, tl.zeros_like(largest) + temperature) - tl.log(whole)
     if PICK:
-        score = tl.where((token == ignore_index) & (ignore_index < 0), 0.0, score)
-    tl.store(out_ptr + row, score)
+        score = tl.where((token == ignored_id) & (ignored_id < 0), 0.0, score)
+    tl.store(out_ptr + row, score, mask=real)
 
 
 @triton.jit
@@ -130,30 +140,37 @@ def _gradient_kernel(
     top_ptr,
     total_ptr,
     out_ptr,
+    rows,
     stride,
     width,
     columns,
     first,
-    ignore_index,
+    ignored_id,
     temperature,
     scale,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     LOGITS: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    x = rounded_through(x, LOGITS)
-    token = tl.load(tokens_ptr + row).to(tl.int64)
-    top = tl.load(top_ptr + row)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = row < rows
+    inside = real[:, None] & (column < columns)[None, :]
+    x_at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    x = rounded_through(tl.load(logits_ptr + x_at, mask=inside, other=float("-inf")).to(tl.float32), LOGITS)
+    token = tl.load(tokens_ptr + row, mask=real, other=0).to(tl.int64)
+    top = tl.load(top_ptr + row, mask=real, other=0.0)
+    total = tl.load(total_ptr + row, mask=real, other=1.0)
+    slope = tl.load(grad_ptr + row, mask=real, other=0.0).to(tl.float32)
+    slope = tl.div_rn(slope, tl.zeros_like(slope) + temperature)
     anchor = tl.where(top == float("-inf"), 0.0, top)
-    share = tl.div_rn(tl.exp2((x - anchor) * scale), tl.zeros_like(x) + tl.load(total_ptr + row))
-    slope = tl.div_rn(tl.load(grad_ptr + row).to(tl.float32), temperature)
-    out = tl.where(column == token - first, 1.0 - share, -share) * slope
-    ignored = (token == ignore_index) & (ignore_index < 0)
-    out = tl.where((column < width) & (ignored == 0), out, 0.0)
-    tl.store(out_ptr + row * columns + column, round_to(out, OUTPUT), mask=column < columns)
+    share = tl.div_rn(tl.exp2((x - anchor[:, None]) * scale), tl.zeros_like(x) + total[:, None])
+    out = tl.where(column[None, :] == (token - first)[:, None], 1.0 - share, -share) * slope[:, None]
+    counted = ((token == ignored_id) & (ignored_id < 0)) == 0
+    out = tl.where((column < width)[None, :] & counted[:, None], out, 0.0)
+    out_at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out_ptr + out_at, round_to(out, OUTPUT), mask=inside)
 
 
 def selected_logprob(
@@ -199,9 +216,10 @@ def tile_statistics(
     readable_NS = _aligned(logits_NS)
     tile = contract.schedule.vocab_tile
     columns = triton.next_power_of_2(tile)
-    together = max(1, _STEP_ELEMENTS // columns)
-    programs = triton.cdiv(tiles, together * _STEPS)
-    _tile_kernel[(rows * programs,)](
+    # The interpreter is fast on large blocks; a line is reduced alone in either.
+    together = max(1, (_STEP_ELEMENTS * (32 if interpreted() else 1)) // columns)
+    steps = 1 if interpreted() else _STEPS
+    _tile_kernel[(triton.cdiv(rows * tiles, together * steps),)](
         readable_NS,
         top_NT,
         sum_NT,
@@ -209,12 +227,12 @@ def tile_statistics(
         width,
         readable_NS.shape[1],
         tiles,
-        programs,
+        rows * tiles,
         scale(contract),
         TILE=tile,
         COLUMNS=columns,
-        TILES=together,
-        STEPS=_STEPS,
+        LINES=together,
+        STEPS=steps,
         CUT=columns != tile or readable_NS.shape[1] != width,
         ROUND=_rounds(logits_NS.dtype, contract),
         LOGITS=TRITON_DTYPES[torch_dtype(contract.logits)],
@@ -239,8 +257,9 @@ def merged(
     rows, tiles = top_NT.shape
     score_N, top_N, total_N = (torch.empty(rows, dtype=torch.float32, device=top_NT.device) for _ in range(3))
     columns = triton.next_power_of_2(tiles)
+    together = max(1, _MERGE_ELEMENTS // columns)
     if rows:
-        _merge_kernel[(rows,)](
+        _merge_kernel[(triton.cdiv(rows, together),)](
             top_NT,
             sum_NT,
             chosen,
@@ -249,16 +268,18 @@ def merged(
             top_N,
             total_N,
             score_N,
+            rows,
             tiles,
             vocabulary,
             ignore_index(contract),
             float(contract.temperature),
             scale(contract),
+            ROWS=together,
             COLUMNS=columns,
             REVERSE=contract.schedule.vocab_order == "reverse",
             PICK=tokens_N is not None,
             LOGITS=TRITON_DTYPES[torch_dtype(contract.logits)],
-            num_warps=min(16, max(1, columns // 512)),
+            num_warps=min(16, max(1, columns // _MERGE_ELEMENTS)),
             enable_fp_fusion=False,
         )
     return score_N, top_N, total_N
@@ -279,13 +300,16 @@ def columns_backward(
     out_NS = torch.empty_like(logits_NS, memory_format=torch.contiguous_format)
     if logits_NS.numel():
         readable_NS = logits_NS if logits_NS.stride(1) == 1 else logits_NS.contiguous()
-        _gradient_kernel[(triton.cdiv(columns, _GRADIENT_BLOCK), rows)](
+        block = min(_GRADIENT_ELEMENTS, triton.next_power_of_2(columns))
+        together = _GRADIENT_ELEMENTS // block
+        _gradient_kernel[(triton.cdiv(rows, together), triton.cdiv(columns, block))](
             readable_NS,
             tokens_N.contiguous(),
             grad_N.contiguous(),
             normal[0],
             normal[1],
             out_NS,
+            rows,
             readable_NS.stride(0),
             width,
             columns,
@@ -293,7 +317,8 @@ def columns_backward(
             ignore_index(contract),
             float(contract.temperature),
             scale(contract),
-            BLOCK=_GRADIENT_BLOCK,
+            ROWS=together,
+            COLUMNS=block,
             LOGITS=TRITON_DTYPES[torch_dtype(contract.logits)],
             OUTPUT=TRITON_DTYPES[logits_NS.dtype],
             num_warps=8,

@@ -65,9 +65,7 @@ def shard_backward(
     return kernels.columns_backward(grad_N, logits_NS, first, vocabulary, tokens_N, normal, contract)
 
 
-def _merged(
-    parts: Sequence[Statistics], contract: LogprobContract
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _merged(parts: Sequence[Statistics], contract: LogprobContract) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ordered = whole(parts)
     top_NT = torch.cat([part.top_NT for part in ordered], dim=1)
     sum_NT = torch.cat([part.sum_NT for part in ordered], dim=1)
