@@ -21,7 +21,7 @@ from rlk_ledger_schemas.arrays import Array
 from rlk_ledger_schemas.codec import decode_envelope
 from rlk_ledger_schemas.errors import FormatError, LedgerError
 from rlk_ledger_schemas.fingerprints import sha256
-from rlk_ledger_schemas.objects import LedgerInfo, Receipt, RunInfo, decode_ledger, decode_run
+from rlk_ledger_schemas.objects import FORMAT, LedgerInfo, Receipt, RunInfo, decode_ledger, decode_run
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -254,3 +254,14 @@ def open_ledger(url: str) -> Ledger:
 
 
 open = open_ledger  # noqa: A001 - `ledger.open` is the public name
+
+
+def open_or_begin(url: str) -> Ledger:
+    """The ledger at `url`; where there is none yet, one that its first writer will make."""
+    try:
+        return open_ledger(url)
+    except LedgerError:
+        store = open_store(url)
+        if store.stat(layout.LEDGER) is not None:
+            raise
+    return Ledger(store, LedgerInfo(format=FORMAT, hash="sha256", ledger_id="", required_features=(), created_us=0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from rlk_ledger_kernels.errors import OperandError
@@ -63,6 +64,7 @@ def allowed(case: Case) -> Tolerance:
     return tolerance(op_class, case.dtype)
 
 
+@np.errstate(all="ignore")  # what a GPU computes in silence, Triton's interpreter has numpy warn of
 def outputs(case: Case, module: ModuleType) -> torch.Tensor:
     """What a backend gives for a whole case: [N, ...], sequences one after the other, each prefilled whole."""
     if isinstance(case, SequenceCase):
@@ -70,6 +72,16 @@ def outputs(case: Case, module: ModuleType) -> torch.Tensor:
     if isinstance(case, MaskedCase):
         return case.run(module, case.rows, case.mask_N).reshape(-1)
     return case.run(module, case.rows)
+
+
+@np.errstate(all="ignore")
+def gradients(case: Case, module: ModuleType) -> torch.Tensor | None:
+    """What a backend gives for the gradients of a whole case, [N, ...]; None where the case has none."""
+    if isinstance(case, MaskedCase) or case.gradient is None:
+        return None
+    if isinstance(case, SequenceCase):
+        return torch.cat(case.gradient(module, case.sequences))
+    return case.gradient(module, case.rows)
 
 
 def expected(case: Case) -> torch.Tensor:

@@ -15,7 +15,7 @@ from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_kernels.fingerprint import build_fingerprint, source_fingerprint
 from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.suite import accuracy, catalogue, golden, invariance, parity
-from rlk_ledger_kernels.suite.case import Case, RowCase
+from rlk_ledger_kernels.suite.case import Case, MaskedCase, moved
 from rlk_ledger_schemas.events.certificates import Checked, OperatorChecked
 
 _NO_CASE = Checked("not_measured", "its folder has no case of a dtype this backend declares")
@@ -110,7 +110,7 @@ def _backward(
     """Invariance of the gradient, and its distance from the reference's where that has one."""
     if "backward" not in backend.autograd:
         return Checked("not_claimed", "it declares no backward pass")
-    graded = [case for case in cases if isinstance(case, RowCase) and case.gradient is not None]
+    graded = [case for case in cases if not isinstance(case, MaskedCase) and case.gradient is not None]
     if not graded:
         return Checked("not_measured", "no case has a gradient")
     knows = any(one.name == "reference" and "backward" in one.autograd for one in operator.backends)
@@ -122,10 +122,13 @@ def _backward(
             mismatch = invariance.check(case, module, device, "backward", "brief" if interpreted else "full")
             if mismatch is not None:
                 return str(mismatch)
-        if reference is None or not isinstance(case, RowCase) or case.gradient is None:
+        if reference is None:
             return None
-        rows = tuple(operand.to(device) for operand in case.rows)
-        worst = accuracy.worst(case, case.gradient(module, rows), case.gradient(reference, rows))
+        here = moved(case, device)
+        got, expected = accuracy.gradients(here, module), accuracy.gradients(here, reference)
+        if got is None or expected is None:
+            return None
+        worst = accuracy.worst(case, got, expected)
         shares.append(worst.share)
         return str(worst) if worst.share > 1.0 else None
 
@@ -175,10 +178,10 @@ def _golden(
 
 
 def _parity(one: BackendCheck, peer: BackendCheck | None, device: str) -> Checked:
-    if one.invariance.outcome == "failed":
-        return Checked("refused", "it fails invariance alone")
+    if one.invariance.outcome == "not_measured":
+        return Checked("not_measured", f"nor was invariance: {one.invariance.detail}")
     if one.invariance.outcome != "passed":
-        return Checked("refused", "it has not passed invariance alone")
+        return Checked("refused", "it must pass invariance alone before it is compared")
     if peer is None or peer is one:
         return Checked("not_measured", "no other backend here to compare with")
     shares, equal = [0.0], []

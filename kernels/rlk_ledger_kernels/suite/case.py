@@ -57,7 +57,8 @@ class SequenceCase:
 
     sequences: several, of different lengths (one of 1 token, one above 128). block: tokens to a cache block. run:
     (backend module, sequences, feeding) -> per sequence the outputs of all tokens that were computed, [T, ...].
-    reference: one sequence -> float32 [T, ...].
+    reference: one sequence -> float32 [T, ...]. gradient: (backend module, sequences packed and whole) -> per sequence
+    the gradients of its operands, concatenated to [T, ...], under a cotangent that is the same for every token.
     """
 
     operator: str
@@ -67,6 +68,7 @@ class SequenceCase:
     block: int
     run: Callable[[ModuleType, Sequence[Sequence_], Feeding], list[torch.Tensor]]
     reference: Callable[[Sequence_], torch.Tensor]
+    gradient: Callable[[ModuleType, Sequence[Sequence_]], list[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)

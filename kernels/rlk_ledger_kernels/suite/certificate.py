@@ -104,8 +104,8 @@ class Certificate:
     def gap(self) -> str | None:
         """What was asked for by name and could not be measured, or that nothing was; None where all was."""
         if self.scope.backends and self.unavailable:
-            one = self.unavailable[0]
-            return f"{one.operator} ({one.backend}) was not measured: {one.reason}"
+            lacking = self.unavailable[0]
+            return f"{lacking.operator} ({lacking.backend}) was not measured: {lacking.reason}"
         for one in self.checked:
             if not one.cases:
                 return f"{one.operator} ({one.backend}) was not measured: {one.accuracy.detail}"
@@ -207,4 +207,5 @@ def _shipped(scope: Scope) -> Iterator[tuple[Wrong, ModuleType]]:
 
 def _build(device: str) -> dict[str, str]:
     facts = dict(build_facts(("triton", "numpy"), device))
-    return facts | {"threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
+    facts |= {"threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
+    return {name: str(value) for name, value in facts.items()}  # torch names its version by a class of its own

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from rlk_ledger_kernels.bits import bits
 from rlk_ledger_kernels.fingerprint import installed
-from rlk_ledger_kernels.suite.accuracy import outputs
-from rlk_ledger_kernels.suite.case import Case, RowCase, moved
+from rlk_ledger_kernels.suite.accuracy import gradients, outputs
+from rlk_ledger_kernels.suite.case import Case, moved
 
 RECORDED = Path(__file__).parent / "recorded"
 """One file a device class, `<class>.json`: operator -> backend -> case -> digest."""
@@ -47,14 +48,16 @@ def device_class(device: str, needs: tuple[str, ...] = ()) -> str:
     return _file_name("-".join(["cpu", *processor, *others]))
 
 
+@np.errstate(all="ignore")
 def fingerprint(case: Case, module: ModuleType, device: str = "cpu") -> str:
     """`sha256:` over shape, dtype and bits of what a backend gives for a case, and of its gradient where it has one."""
     case = moved(case, device)
     digest = hashlib.sha256()
     with torch.no_grad():
         results = [outputs(case, module)]
-    if isinstance(case, RowCase) and case.gradient is not None:
-        results.append(case.gradient(module, case.rows).detach())
+    gradient = gradients(case, module)
+    if gradient is not None:
+        results.append(gradient.detach())
     for result in results:
         digest.update(f"{result.dtype} {tuple(result.shape)}\n".encode())
         digest.update(bits(result.cpu()).numpy().tobytes())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
+import numpy as np
 import torch
 
 from rlk_ledger_kernels.bits import bits, same_bits
@@ -20,6 +21,7 @@ from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.suite.case import Case, MaskedCase, RowCase, Sequence_, SequenceCase, moved
 from rlk_ledger_kernels.suite.layouts import (
     Effort,
+    lengths_of,
     masked_layouts,
     prefix_layouts,
     row_layouts,
@@ -56,6 +58,7 @@ class Mismatch:
         )
 
 
+@np.errstate(all="ignore")  # what a GPU computes in silence, Triton's interpreter has numpy warn of
 def check(
     case: Case,
     module: ModuleType,
@@ -72,7 +75,9 @@ def check(
     case = moved(case, device)
     with torch.no_grad() if direction == "forward" else torch.enable_grad():
         if isinstance(case, SequenceCase):
-            return None if direction == "backward" else _check_sequences(case, module, effort, threads)
+            if direction == "backward":
+                return _check_packed_gradients(case, module, effort, threads)
+            return _check_sequences(case, module, effort, threads)
         if isinstance(case, MaskedCase):
             return None if direction == "backward" else _check_masked(case, module, effort, threads)
         return _check_rows(case, module, direction, effort, threads)
@@ -139,6 +144,27 @@ def _check_sequences(case: SequenceCase, module: ModuleType, effort: Effort, thr
             found = _first(miss, hit, range(prefix.prefix, prefix.prefix + len(miss)))
             if found is not None:
                 return Mismatch(case.operator, case.name, prefix.transform, "forward", *found, sequence=1)
+    return None
+
+
+def _check_packed_gradients(
+    case: SequenceCase, module: ModuleType, effort: Effort, threads: int | None
+) -> Mismatch | None:
+    """T1 to T4 and T6: a backward pass sees whole sequences, in another packing."""
+    run = case.gradient
+    if run is None:
+        return None
+    with _base(threads):
+        base = [run(module, [sequence])[0] for sequence in case.sequences]
+    with _transformed(threads):
+        for layout in sequence_layouts(case, effort):
+            if layout.feeding != whole(*lengths_of(layout.sequences)):
+                continue
+            out = run(module, layout.sequences)
+            for place, index in sorted(layout.kept, key=lambda one: one[1]):
+                found = _first(base[index], out[place], range(len(base[index])))
+                if found is not None:
+                    return Mismatch(case.operator, case.name, layout.transform, "backward", *found, sequence=index)
     return None
 
 

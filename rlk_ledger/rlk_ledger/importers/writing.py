@@ -17,11 +17,9 @@ from rlk_ledger.history import as_numpy
 from rlk_ledger.importers.alone import alone
 from rlk_ledger.importers.declared import Declared
 from rlk_ledger.importers.model import Batch, Imported, Layout, Mask, Scored, Values
-from rlk_ledger.ledger import Ledger, open_ledger
-from rlk_ledger.store import open_store
-from rlk_ledger_schemas.errors import FormatError, LedgerError, UsageError
+from rlk_ledger.ledger import Ledger, open_or_begin
+from rlk_ledger_schemas.errors import FormatError, UsageError
 from rlk_ledger_schemas.fingerprints import contract_id, mask_digest, sha256, token_digest
-from rlk_ledger_schemas.objects import FORMAT, LedgerInfo
 from rlk_ledger_sdk.config import spool_folder
 
 _VERSION = "1"
@@ -68,7 +66,7 @@ def write(url: str, run_id: str, batch: Batch, declared: Declared, progress: Cal
     Another import into that run is waited for. Raises UsageError where the run holds something else under the same
     name, StoreError, ConfigError, SpoolError.
     """
-    ledger = _ledger(url)
+    ledger = open_or_begin(url)
     with alone(spool_folder(), ledger.url, run_id):
         return _write(ledger, run_id, batch, declared, progress)
 
@@ -119,17 +117,6 @@ def _check(run_id: str, events: list[Emit]) -> None:
                 raise
             sample = fields.get("sample_id", "")
             raise FormatError(f"{kind} {sample} cannot be stored: {error}.") from None
-
-
-def _ledger(url: str) -> Ledger:
-    """The ledger at `url`; where there is none yet, one that its first writer will make."""
-    try:
-        return open_ledger(url)
-    except LedgerError:
-        store = open_store(url)
-        if store.stat("ledger.json") is not None:
-            raise
-    return Ledger(store, LedgerInfo(format=FORMAT, hash="sha256", ledger_id="", required_features=(), created_us=0))
 
 
 def read_held(ledger: Ledger, run_id: str) -> Held:
