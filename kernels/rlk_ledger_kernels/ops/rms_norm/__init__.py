@@ -1,6 +1,7 @@
 """Root-mean-square normalisation over the last dimension, alone or after a residual is added."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import halves, native
 
 OPERATOR = Operator(
     name="rms_norm",
@@ -25,6 +26,9 @@ OPERATOR = Operator(
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
         ),
+        native("vllm", devices=("cuda", "cpu")),
+        halves("flashinfer"),
+        native("transformer_engine"),
         Backend(
             name="reference",
             bucket="reference",

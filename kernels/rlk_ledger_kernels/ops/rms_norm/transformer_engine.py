@@ -48,8 +48,6 @@ def add_rms_norm(
     same_dtype("add_rms_norm with transformer_engine", contract.output, x, residual, weight)
     same_dtype("add_rms_norm with transformer_engine", contract.residual_dtype, x)
     if contract.normalises != "rounded":
-        raise ContractError(
-            "add_rms_norm with transformer_engine: it normalises the rounded sum; choose torch"
-        )
+        raise ContractError("add_rms_norm with transformer_engine: it normalises the rounded sum; choose torch")
     total = x + residual
     return rms_norm(total, weight, contract), total

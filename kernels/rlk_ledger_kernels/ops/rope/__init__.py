@@ -1,6 +1,7 @@
 """Rotary position embedding: half-rotation or interleaved, whole heads or their first dimensions."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import halves, native
 
 OPERATOR = Operator(
     name="rope",
@@ -25,6 +26,8 @@ OPERATOR = Operator(
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
         ),
+        native("vllm", devices=("cuda", "cpu")),
+        halves("flashinfer"),
         Backend(
             name="reference",
             bucket="reference",

@@ -1,6 +1,7 @@
 """Log-probability of one chosen token per row, from logits that exist."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import native
 
 OPERATOR = Operator(
     name="selected_logprob",
@@ -18,6 +19,7 @@ OPERATOR = Operator(
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
         ),
+        native("vllm"),
         Backend(
             name="reference",
             bucket="reference",

@@ -1,6 +1,7 @@
 """The gated activation silu(gate) * up."""
 
 from rlk_ledger_kernels.descriptors import Backend, Operator
+from rlk_ledger_kernels.native_backends import halves, native
 
 OPERATOR = Operator(
     name="swiglu",
@@ -24,6 +25,8 @@ OPERATOR = Operator(
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
         ),
+        native("vllm", devices=("cuda", "cpu")),
+        halves("flashinfer"),
         Backend(
             name="reference",
             bucket="reference",
