@@ -3,8 +3,7 @@
 An architecture that is not known is refused by name, and so is a known one with a setting that is not
 implemented; nothing is guessed.
 
-    CheckpointError (ValueError)      files, tensors or shapes are not what the config says
-      UnknownArchitectureError        no decoder exists for this architecture or setting
+Errors: CheckpointError and its child UnknownArchitectureError, from `model_settings`.
 """
 
 from __future__ import annotations
@@ -18,27 +17,34 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlk_ledger_kernels.ops.rope.table import RopeScaling
+from rlk_ledger_kernels.ops.rope.scaling import RopeScaling
+from rlk_ledger_replay.model_settings import (
+    CheckpointError,
+    ExpertConfig,
+    UnknownArchitectureError,
+    expert_settings,
+    number,
+    positive,
+    rope_settings,
+    window_settings,
+)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-
-
-class CheckpointError(ValueError):
-    """Files, tensors or shapes are not what the config says."""
-
-
-class UnknownArchitectureError(CheckpointError):
-    """No decoder exists for this architecture or for one of its settings."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shapes and constants of one decoder of the Llama family."""
+    """The shapes and constants of one decoder of the Llama family.
+
+    windows: for each layer how many positions a query sees, itself included, or None for all. experts: None in a dense
+    model.
+    """
 
     architecture: str
     vocabulary: int
@@ -56,6 +62,8 @@ class ModelConfig:
     output_bias: bool
     qk_norm: bool
     tied: bool
+    windows: tuple[int | None, ...]
+    experts: ExpertConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,10 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     implementation, CheckpointError naming a field that is missing or has no valid value.
     """
     family = _family(raw, where)
-    heads = _positive(raw, "num_attention_heads", where)
-    hidden = _positive(raw, "hidden_size", where)
-    kv_heads = _positive(raw, "num_key_value_heads", where, default=heads)
-    head_dim = _positive(raw, "head_dim", where, default=hidden // heads)
+    heads = positive(raw, "num_attention_heads", where)
+    hidden = positive(raw, "hidden_size", where)
+    kv_heads = positive(raw, "num_key_value_heads", where, default=heads)
+    head_dim = positive(raw, "head_dim", where, default=hidden // heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -85,25 +93,28 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         raise UnknownArchitectureError(
             f"{where}: head_dim {head_dim} is not implemented; it must be even and at most 256"
         )
-    theta, scaling = _rope(raw, where)
+    layers = positive(raw, "num_hidden_layers", where)
+    theta, scaling = rope_settings(raw, where)
     biased = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=family,
-        vocabulary=_positive(raw, "vocab_size", where),
+        vocabulary=positive(raw, "vocab_size", where),
         hidden=hidden,
-        intermediate=_positive(raw, "intermediate_size", where),
-        layers=_positive(raw, "num_hidden_layers", where),
+        intermediate=positive(raw, "intermediate_size", where),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        positions=_positive(raw, "max_position_embeddings", where),
-        eps=_number(raw, "rms_norm_eps", where, 1e-6),
+        positions=positive(raw, "max_position_embeddings", where),
+        eps=number(raw, "rms_norm_eps", where, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or biased,
         output_bias=family != "qwen2" and biased,
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
         tied=bool(raw.get("tie_word_embeddings", False)),
+        windows=window_settings(raw, family, layers, where),
+        experts=expert_settings(raw, layers, where) if family == "qwen3_moe" else None,
     )
 
 
@@ -132,6 +143,7 @@ def checked_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor], wh
     head that differs from the embedding.
     """
     wanted = expected_shapes(config)
+    tensors = _separate_experts(config, tensors)
     for name, shape in wanted.items():
         if name not in tensors:
             raise CheckpointError(f"{where}: tensor {name} is missing; the config needs it with shape {list(shape)}")
@@ -173,10 +185,41 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[f"{at}.self_attn.q_norm.weight"] = (d,)
             shapes[f"{at}.self_attn.k_norm.weight"] = (d,)
-        shapes[f"{at}.mlp.gate_proj.weight"] = (config.intermediate, h)
-        shapes[f"{at}.mlp.up_proj.weight"] = (config.intermediate, h)
-        shapes[f"{at}.mlp.down_proj.weight"] = (h, config.intermediate)
+        shapes |= _mlp_shapes(config, index, f"{at}.mlp")
     return shapes
+
+
+def _mlp_shapes(config: ModelConfig, index: int, at: str) -> dict[str, tuple[int, ...]]:
+    experts, h = config.experts, config.hidden
+    if experts is None or index not in experts.layers:
+        places, inner = [at], config.intermediate
+        shapes: dict[str, tuple[int, ...]] = {}
+    else:
+        places, inner = [f"{at}.experts.{expert}" for expert in range(experts.count)], experts.intermediate
+        shapes = {f"{at}.gate.weight": (experts.count, h)}
+    for place in places:
+        shapes[f"{place}.gate_proj.weight"] = (inner, h)
+        shapes[f"{place}.up_proj.weight"] = (inner, h)
+        shapes[f"{place}.down_proj.weight"] = (h, inner)
+    return shapes
+
+
+def _separate_experts(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts stored as one tensor per layer ([E, 2 I, H] and [E, H, I]) under the names of separate ones, as views."""
+    separate = dict(tensors)
+    experts = config.experts
+    for index in experts.layers if experts is not None else ():
+        at = f"model.layers.{index}.mlp.experts"
+        gate_up_EJH, down_EHI = separate.get(f"{at}.gate_up_proj"), separate.get(f"{at}.down_proj")
+        if experts is None or gate_up_EJH is None or down_EHI is None or not gate_up_EJH.dim() == down_EHI.dim() == 3:
+            continue
+        del separate[f"{at}.gate_up_proj"], separate[f"{at}.down_proj"]
+        for expert, (gate_up_JH, down_HI) in enumerate(zip(gate_up_EJH, down_EHI)):
+            half = gate_up_JH.shape[0] // 2
+            separate[f"{at}.{expert}.gate_proj.weight"] = gate_up_JH[:half]
+            separate[f"{at}.{expert}.up_proj.weight"] = gate_up_JH[half:]
+            separate[f"{at}.{expert}.down_proj.weight"] = down_HI
+    return separate
 
 
 def _family(raw: Mapping[str, Any], where: str) -> str:
@@ -189,9 +232,6 @@ def _family(raw: Mapping[str, Any], where: str) -> str:
         raise UnknownArchitectureError(f"{where}: architecture {names or 'none'} has no decoder; known are {known}")
     if raw.get("hidden_act", "silu") != "silu":
         raise UnknownArchitectureError(f"{where}: hidden_act {raw['hidden_act']!r} is not implemented, only silu")
-    windowed = raw.get("use_sliding_window", False) if family.startswith("qwen") else raw.get("sliding_window")
-    if windowed:
-        raise UnknownArchitectureError(f"{where}: sliding-window attention is not implemented")
     if raw.get("mlp_bias", False):
         raise UnknownArchitectureError(f"{where}: mlp_bias is not implemented")
     if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -199,48 +239,6 @@ def _family(raw: Mapping[str, Any], where: str) -> str:
     if raw.get("quantization_config"):
         raise UnknownArchitectureError(f"{where}: quantised weights are not implemented")
     return family
-
-
-def _positive(raw: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{where}: {name} is {value!r}, expected a whole number of at least 1")
-    return value
-
-
-def _number(raw: Mapping[str, Any], name: str, where: str, default: float) -> float:
-    value = raw.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise CheckpointError(f"{where}: {name} is {value!r}, expected a finite number above 0")
-    return float(value)
-
-
-def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
-    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    fields: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = raw.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise CheckpointError(f"{where}: {name} is {given!r}, expected an object")
-        fields.update(given)
-    theta = _number(fields, "rope_theta", where, _number(raw, "rope_theta", where, 10000.0))
-    kind = str(fields.get("rope_type", fields.get("type", "default")))
-    if kind not in ("default", "linear", "llama3"):
-        raise UnknownArchitectureError(
-            f"{where}: rope scaling {kind!r} is not implemented; known: default, linear, llama3"
-        )
-    scaling = RopeScaling(
-        kind=kind,
-        factor=_number(fields, "factor", where, 1.0),
-        low_freq_factor=_number(fields, "low_freq_factor", where, 1.0),
-        high_freq_factor=_number(fields, "high_freq_factor", where, 4.0),
-        original_max_position=_positive(fields, "original_max_position_embeddings", where, default=8192),
-    )
-    return theta, scaling
 
 
 def _object(path: Path) -> dict[str, Any]:

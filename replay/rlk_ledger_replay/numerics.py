@@ -6,18 +6,37 @@ fields; a noise floor replaces `schedule` and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlk_ledger_kernels.dtypes import DType, one_of, torch_dtype
 from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
+from rlk_ledger_kernels.ops.grouped_experts.contract import GroupedExpertsContract
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
+from rlk_ledger_kernels.ops.moe_router.contract import MoeRouterContract
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract, RoundingOrder
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
+from rlk_ledger_kernels.ops.rope.table import RopeTable, attention_factor, frequencies, rope_table
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.schedule import Schedule
+from rlk_ledger_replay.checkpoint import ModelConfig
+
+
+NORM_LEAF = 16
+HEAD_LEAF = 32
+"""Longest leaves of sums that decide much and cost little: a norm scales a whole row, a logit enters the result as it is.
+With leaves of 128 throughout, these two made a third of the decoder's distance from a float64 model."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Longest leaf of the projections, of the norms' square sums, and of the head with its log-sum-exp."""
+
+    linear: int
+    norm: int
+    head: int
 
 
 @dataclass(frozen=True)
@@ -29,8 +48,9 @@ class Numerics:
     kv_cache: dtype keys and values are rounded to when stored. rope_table: dtype of cosines and sines.
     rms_norm: `hf` rounds before multiplying by the weight, `kernel` after.
     swiglu: `activation` rounds silu(gate) before the product, `product` only after it.
+    router: dtype of a router's logits; its softmax and weights are float32 until the weights are rounded to `compute`.
     temperature, logprob_mode: `processed` scores softmax(logits / temperature), `raw` ignores temperature.
-    schedule: the order of every sum.
+    schedule: the order of every sum; norms and the head take shorter leaves, see `leaves`.
     """
 
     compute: DType = "float32"
@@ -40,9 +60,18 @@ class Numerics:
     rope_table: DType | None = None
     rms_norm: RoundingOrder = "hf"
     swiglu: Literal["activation", "product"] = "activation"
+    router: DType | None = None
     temperature: float = 1.0
     logprob_mode: Literal["raw", "processed"] = "processed"
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=lambda: Schedule(k_leaf=64))
+
+    def leaves(self) -> Leaves:
+        """The longest leaf of each kind of contraction."""
+        k_leaf = self.schedule.k_leaf
+        return Leaves(linear=k_leaf, norm=min(k_leaf, NORM_LEAF), head=min(k_leaf, HEAD_LEAF))
+
+    def _with_leaf(self, k_leaf: int) -> Schedule:
+        return replace(self.schedule, k_leaf=k_leaf)
 
     def __post_init__(self) -> None:
         """Refuse unknown names (ContractError) by building every contract once."""
@@ -50,6 +79,7 @@ class Numerics:
         if not isinstance(self.schedule, Schedule):
             raise ContractError(f"numerics.schedule is {self.schedule!r}; pass a Schedule")
         torch_dtype(self.kv_cache or self.compute)
+        self.router_logits_contract()
         self.linear_contract()
         self.rms_norm_contract(1e-6)
         self.rope_contract()
@@ -62,23 +92,55 @@ class Numerics:
 
     def rms_norm_contract(self, eps: float) -> RmsNormContract:
         """All norms, qk-norm included."""
-        return RmsNormContract(eps=eps, rounding_order=self.rms_norm, output=self.compute, schedule=self.schedule)
+        return RmsNormContract(
+            eps=eps,
+            rounding_order=self.rms_norm,
+            output=self.compute,
+            schedule=self._with_leaf(self.leaves().norm),
+        )
 
     def rope_contract(self) -> RopeContract:
         """The rotation of queries and keys."""
         return RopeContract(table=self.rope_table or self.compute, arithmetic=self.compute)
 
-    def attention_contract(self, head_dim: int) -> AttentionContract:
+    def rotation_table(self, config: ModelConfig, device: str) -> RopeTable:
+        """The cosines and sines of a model's positions. No sequence is longer than they are, so `dynamic` scaling, which
+        follows the longest one, never stretches them."""
+        angles_F = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        factor = attention_factor(config.rope_scaling)
+        return rope_table(angles_F, config.positions, self.rope_contract(), factor).to(device)
+
+    def attention_contract(self, head_dim: int, window: int | None = None) -> AttentionContract:
         """Attention with the usual scale."""
-        return AttentionContract(scale=head_dim**-0.5, output=self.compute, schedule=self.schedule)
+        return AttentionContract(scale=head_dim**-0.5, output=self.compute, schedule=self.schedule, window=window)
 
     def swiglu_contract(self) -> SwigluContract:
         """The gated activation."""
         return SwigluContract(output=self.compute, materialise=self.swiglu)
+
+    def router_logits_contract(self) -> LinearContract:
+        """The product that gives a router's logits."""
+        return LinearContract(output=self.router or self.compute, operands=self.compute, schedule=self.schedule)
+
+    def router_contract(self, top_k: int, renormalise: bool) -> MoeRouterContract:
+        """The choice of experts and their weights. renormalise: whether the weights of the chosen ones sum to one."""
+        return MoeRouterContract(
+            top_k=top_k,
+            weighting="softmax_renormalised" if renormalise else "softmax",
+            output=self.compute,
+            schedule=self.schedule,
+        )
+
+    def experts_contract(self) -> GroupedExpertsContract:
+        """The experts of a mixture."""
+        return GroupedExpertsContract(
+            output=self.compute, operands=self.compute, materialise=self.swiglu, schedule=self.schedule
+        )
 
     def logprob_contract(self) -> LogprobContract:
         """Head, logits and the selected log-probability."""
         head = self.lm_head or self.compute
         temperature = self.temperature if self.logprob_mode == "processed" else 1.0
         LogprobContract(temperature=self.temperature)  # refuses a bad one in raw mode as well
-        return LogprobContract(temperature=temperature, logits=self.logits or head, head=head, schedule=self.schedule)
+        schedule = self._with_leaf(self.leaves().head)
+        return LogprobContract(temperature=temperature, logits=self.logits or head, head=head, schedule=schedule)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, Chunk, plan_attention
+from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE
 from rlk_ledger_kernels.probe import Admission, using_threads
+from rlk_ledger_replay.experts import Routes
+from rlk_ledger_replay.feed import Feed, Pages, Piece, plan_feed
 from rlk_ledger_replay.network import Network
 
 SMALL_WORK = 1 << 26
@@ -44,19 +46,16 @@ class Span:
 class Session:
     """Owns the caches of its samples; blocks are given out once, for each sample's full length."""
 
-    def __init__(self, network: Network, admission: Admission, samples: Sequence[Sample]) -> None:
-        """Allocate caches for `samples`."""
+    def __init__(
+        self, network: Network, admission: Admission, samples: Sequence[Sample], routes: Routes | None = None
+    ) -> None:
+        """Allocate caches for `samples`. routes: for a single feed of all samples."""
         self._network = network
         self._admission = admission
         self._samples = samples
-        block = network.numerics.schedule.kv_block
-        self._blocks: list[range] = []
-        taken = 0
-        for sample in samples:
-            needed = -(-sample.inputs // block)
-            self._blocks.append(range(taken, taken + needed))
-            taken += needed
-        self._caches = network.new_caches(taken)
+        self._routes = routes
+        self._pages, held = assign_pages([sample.inputs for sample in samples], network)
+        self._caches = network.new_caches(held)
         self._scores: list[list[torch.Tensor]] = [[] for _ in samples]
 
     def prefill(self) -> None:
@@ -80,19 +79,16 @@ class Session:
 
         A sample's spans must arrive in order, each beginning where the last one ended.
         """
-        chunks = [Chunk(span.first, span.count, self._blocks[span.sample]) for span in spans]
-        small = all(span.count <= DECODE_TILE for span in spans)
-        q_tile = self._admission.q_tiles[0 if small else 1]
-        plan = plan_attention(chunks, self._network.numerics.schedule, q_tile)
-        ids_P = torch.zeros(plan.scatter_P.numel(), dtype=torch.int64)
-        positions_P = torch.zeros_like(ids_P)
-        torch.cat([self._samples[s.sample].ids_T[s.first : s.first + s.count] for s in spans], out=ids_P[: plan.rows])
-        torch.cat([torch.arange(s.first, s.first + s.count) for s in spans], out=positions_P[: plan.rows])
-        work = plan.rows * self._network.parameters
+        pieces = [
+            Piece(self._samples[s.sample].ids_T[s.first : s.first + s.count], s.first, self._pages[s.sample])
+            for s in spans
+        ]
+        feed = lay_out(pieces, self._network, self._admission)
+        work = feed.rows * self._network.parameters
         with torch.no_grad(), using_threads(1 if work < SMALL_WORK else self._admission.threads):
-            self._score(spans, self._network.forward(ids_P, positions_P, self._caches, plan))
+            self._score(spans, feed, self._network.forward(feed, self._caches, self._routes))
 
-    def _score(self, spans: Sequence[Span], hidden_PH: torch.Tensor) -> None:
+    def _score(self, spans: Sequence[Span], feed: Feed, hidden: Sequence[torch.Tensor]) -> None:
         rows: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         counts: list[int] = []
@@ -106,11 +102,44 @@ class Session:
             offset += span.count
         if sum(counts) == 0:
             return
-        scores_N = self._network.logprobs(hidden_PH.index_select(0, torch.cat(rows)), torch.cat(targets))
+        scores_N = self._network.scored(hidden, feed, torch.cat(rows), torch.cat(targets)).cpu()
         for span, part in zip(spans, torch.split(scores_N, counts), strict=True):
             if part.numel():
                 self._scores[span.sample].append(part)
 
     def scores(self) -> list[torch.Tensor]:
-        """What has been scored, per sample: float32 [response length] once everything was fed."""
+        """What has been scored, per sample: float32 [response length] once everything was fed; on the CPU."""
         return [torch.cat(parts) for parts in self._scores]
+
+
+def assign_pages(lengths: Sequence[int], network: Network) -> tuple[list[Pages], list[int]]:
+    """Cache blocks for sequences of these lengths, and how many blocks each cp rank held here needs (at least one)."""
+    block, held = network.numerics.schedule.kv_block, network.mesh.cp.ranks
+    taken = [0] * len(held)
+    pages = []
+    for length in lengths:
+        blocks = -(-length // block)
+        owned = network.layout.owned_blocks(blocks)
+        tables = []
+        for local, rank in enumerate(held):
+            table = [0] * blocks
+            for logical in owned[rank]:
+                table[logical] = taken[local]
+                taken[local] += 1
+            tables.append(tuple(table))
+        pages.append(Pages(owned, tuple(tables)))
+    return pages, [max(count, 1) for count in taken]
+
+
+def lay_out(pieces: Sequence[Piece], network: Network, admission: Admission) -> Feed:
+    """One pass over `pieces` as the network's layout holds it."""
+    small = all(piece.ids_T.numel() <= DECODE_TILE for piece in pieces)
+    return plan_feed(
+        pieces,
+        network.layout,
+        network.mesh.cp.ranks,
+        network.windows,
+        network.numerics.schedule,
+        admission.q_tiles[0 if small else 1],
+        network.device,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import blake3
@@ -15,8 +16,7 @@ import rlk_ledger_replay
 from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import ContractError, OperandError
 from rlk_ledger_kernels.ops.linear.torch import PackedLinear
-from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
-from rlk_ledger_replay import network
+from rlk_ledger_kernels.schedule import placebo_schedules
 from rlk_ledger_replay.decoder import Decoder
 from rlk_ledger_replay.numerics import Numerics
 
@@ -109,7 +109,9 @@ def test_a_schedule_changes_rounding_and_nothing_else(decoder: Decoder) -> None:
         other = decoder.with_numerics(Numerics(schedule=schedule)).prefill_logprobs(ids, start)
         assert not same_bits(other, base)
         torch.testing.assert_close(other, base, atol=3e-5, rtol=0)
-    tiles = decoder.with_numerics(Numerics(schedule=Schedule(row_tiles=(32,)))).prefill_logprobs(ids, start)
+    tiles = decoder.with_numerics(Numerics(schedule=replace(Numerics().schedule, row_tiles=(32,)))).prefill_logprobs(
+        ids, start
+    )
     assert same_bits(tiles, base)
 
 
@@ -123,8 +125,8 @@ def split_k_by_shape(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 
 
 def test_split_k_by_shape_in_the_decoder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "linear", split_k_by_shape)
     broken = Decoder.load(MODEL)
+    monkeypatch.setitem(broken.operators.linear.__dict__["_functions"], "linear", split_k_by_shape)
     ids = [256, *TEXT[:120]]
     assert not same_bits(broken.decode_logprobs(ids, 20), broken.prefill_logprobs(ids, 20))
 
