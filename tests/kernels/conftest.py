@@ -1,11 +1,15 @@
-"""Thread counts as a fixture, restored after each test."""
+"""Triton's interpreter where there is no GPU, and thread counts as a fixture, restored after each test."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before any kernel is imported: Triton reads it when a kernel is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
