@@ -46,9 +46,12 @@ def _case(size: str, dtype: DType, window: int | None) -> SequenceCase:
     def expected(sequence: Sequence_) -> torch.Tensor:
         return run(reference, [sequence], whole(len(sequence[0])))[0]
 
+    def gradient(module: ModuleType, given: Sequence[Sequence_]) -> list[torch.Tensor]:
+        return _gradients(module, given, contract)
+
     sliding = "" if window is None else f", window {window}"
     name = f"{heads} over {kv_heads} heads of {dim}, {'+'.join(map(str, lengths))} tokens, {dtype}{sliding}"
-    return SequenceCase("attention", name, dtype, sequences, schedule.kv_block, run, expected)
+    return SequenceCase("attention", name, dtype, sequences, schedule.kv_block, run, expected, gradient)
 
 
 def _fed(
@@ -73,3 +76,24 @@ def _fed(
         return torch.split(both, [chunk.count for chunk in chunks])
 
     return feed(feeding, block, call)
+
+
+def _gradients(module: ModuleType, sequences: Sequence[Sequence_], contract: AttentionContract) -> list[torch.Tensor]:
+    """Per sequence float32 [T, (heads + 2 kv heads) x D]: dq, dk and dv of one packed prefill."""
+    block, counts = contract.schedule.kv_block, [len(sequence[0]) for sequence in sequences]
+    q, k, v = (torch.cat(parts) for parts in zip(*sequences))
+    pages = pages_of(whole(*counts), block)
+    plan = plan_attention(
+        [Chunk(0, n, page) for n, page in zip(counts, pages)], contract.schedule, window=contract.window
+    )
+    plan = plan.to(q.device)
+    cache = KVCache(
+        max(max(page) for page in pages) + 1, k.shape[1], block, q.shape[2], contract.output, device=q.device
+    )
+    cache.write(k, v, plan)
+    out_NHD, lse_NH = module.attention(q, cache, plan, contract)
+    generator = torch.Generator().manual_seed(block)
+    cotangent_HD = torch.randn(q.shape[1:], generator=generator).to(q.device)
+    grad_NHD, grad_lse_NH = cotangent_HD.expand_as(q).contiguous(), torch.full_like(lse_NH, 0.5)
+    three = module.attention_backward(grad_NHD, grad_lse_NH, q, out_NHD, lse_NH, cache, plan, contract)
+    return list(torch.split(torch.cat([part.flatten(1) for part in three], dim=1), counts))
