@@ -260,6 +260,8 @@ def _weight_rows(
 def _blocks(dtype: torch.dtype, tile: int) -> _Blocks:
     """Fixed by the dtype and by the vocabulary tile: never by the number of rows."""
     columns = min(128, max(16, triton.next_power_of_2(tile)))
+    if interpreted():  # which is fast on large blocks
+        return _Blocks(rows=256, columns=columns, k=64, num_warps=4, num_stages=1)
     if dtype == torch.float32:
         return _Blocks(rows=64, columns=min(64, columns), k=32, num_warps=4, num_stages=2)
     return _Blocks(rows=128, columns=columns, k=64, num_warps=8, num_stages=3)

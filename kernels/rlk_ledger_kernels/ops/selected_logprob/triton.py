@@ -33,6 +33,9 @@ _STEPS = 8
 _ALIGNED = 16
 """Rows start and end at multiples of this many elements, so that every layout of a dtype is one layout."""
 
+_FOLD = 64 if interpreted() else 1
+"""The interpreter is fast on large blocks; lines and rows are reduced alone in blocks of any size."""
+
 _MERGE_ELEMENTS = 1024
 _GRADIENT_ELEMENTS = 4096
 
@@ -216,8 +219,7 @@ def tile_statistics(
     readable_NS = _aligned(logits_NS)
     tile = contract.schedule.vocab_tile
     columns = triton.next_power_of_2(tile)
-    # The interpreter is fast on large blocks; a line is reduced alone in either.
-    together = max(1, (_STEP_ELEMENTS * (32 if interpreted() else 1)) // columns)
+    together = max(1, _STEP_ELEMENTS * _FOLD // columns)
     steps = 1 if interpreted() else _STEPS
     _tile_kernel[(triton.cdiv(rows * tiles, together * steps),)](
         readable_NS,
@@ -257,7 +259,7 @@ def merged(
     rows, tiles = top_NT.shape
     score_N, top_N, total_N = (torch.empty(rows, dtype=torch.float32, device=top_NT.device) for _ in range(3))
     columns = triton.next_power_of_2(tiles)
-    together = max(1, _MERGE_ELEMENTS // columns)
+    together = max(1, _MERGE_ELEMENTS * _FOLD // columns)
     if rows:
         _merge_kernel[(triton.cdiv(rows, together),)](
             top_NT,
@@ -301,7 +303,7 @@ def columns_backward(
     if logits_NS.numel():
         readable_NS = logits_NS if logits_NS.stride(1) == 1 else logits_NS.contiguous()
         block = min(_GRADIENT_ELEMENTS, triton.next_power_of_2(columns))
-        together = _GRADIENT_ELEMENTS // block
+        together = _GRADIENT_ELEMENTS * _FOLD // block
         _gradient_kernel[(triton.cdiv(rows, together), triton.cdiv(columns, block))](
             readable_NS,
             tokens_N.contiguous(),

@@ -15,12 +15,23 @@ OPERATOR = Operator(
     ),
     backends=(
         Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp"),
+            requires=("vocabulary",),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
             name="torch",
             bucket="contract_preserving",
             devices=("cpu", "cuda"),
             autograd=("forward", "backward"),
             parallel=("single", "tp"),
-            requires=("vocabulary", "tp_size", "tp_rank"),
+            requires=("vocabulary",),
         ),
         Backend(
             name="reference",
@@ -29,7 +40,7 @@ OPERATOR = Operator(
             dtypes=("float32",),  # it takes any, but keeps the contract's roundings only where they are none
             autograd=("forward", "backward"),
             parallel=("single", "tp"),
-            requires=("vocabulary", "tp_size", "tp_rank"),
+            requires=("vocabulary",),
             deterministic=False,
             batch_invariant=False,
             fallback=None,
