@@ -26,9 +26,11 @@ def batch(outcome, *decisions, step=0):
 def judged(made):
     """The audit of a healthy run with these batches admitted, under strict or audit."""
 
-    def run(*batches, consistency="strict"):
+    def run(*batches, consistency="strict", knobs=()):
         def edit(log):
             log.add(made.TRAINING, "run.opened", roles=ROLES, mode={"consistency": consistency})
+            for fields in knobs:
+                log.add(made.ROLLOUT, "knob.applied", **fields)
             for fields in batches:
                 log.add(made.TRAINING, "batch.admitted", **fields)
 
@@ -51,6 +53,7 @@ def test_a_downgraded_batch_makes_a_pass_impossible_and_is_named(judged):
     assert finding.finding_id == "evidence.incomplete"
     assert finding.where == {"field": "consistency", "outcome": "downgraded", "batches": 2, "step": 4}
     assert finding.evidence["reason"] == "consistency=strict was asked for and batches were trained on under audit"
+    assert finding.evidence["code"] == "strict_downgraded"
     assert (finding.evidence["samples"], finding.evidence["fields"]) == (4, ["engine"])
     assert "consistency" in result.reason
 
@@ -90,3 +93,28 @@ def test_what_audit_only_observed_is_no_finding(judged):
     seen = batch("observed", decided("metadata_missing", "engine", "s1"))
     assert judged(seen, consistency="audit").verdict == "pass"
     assert judged(consistency="audit").verdict == "pass"
+
+
+UNSEEN = {"path": "rollout.batch_invariant", "requested": True, "status": "unobservable"}
+
+
+def test_a_strict_promise_that_rests_on_a_setting_nobody_can_read_does_not_pass(judged):
+    result = judged(batch("admitted"), knobs=[UNSEEN, UNSEEN])
+    assert result.verdict == "inconclusive"
+    (finding,) = (f for f in result.findings if f.severity == "gap")
+    assert finding.where == {"field": "rollout.batch_invariant", "code": "unobservable_knob"}
+    assert finding.to_dict()["next_step"] == REASONS["unobservable_knob"].next_step
+
+
+@pytest.mark.parametrize(
+    ("change", "consistency"),
+    [
+        ({"path": "sampling.seed"}, "strict"),
+        ({"requested": False}, "strict"),
+        ({"status": "applied", "actual": True}, "strict"),
+        ({}, "audit"),
+    ],
+    ids=["promises no bits", "not asked for", "read back", "not strict"],
+)
+def test_only_an_unseen_setting_of_a_strict_promise_is_one(judged, change, consistency):
+    assert judged(batch("admitted"), knobs=[UNSEEN | change], consistency=consistency).verdict == "pass"

@@ -2,17 +2,17 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from plugin_folder import backend, registered
+from plugin_folder import backend, plugin, registered
 
 from rlk_ledger_kernels.descriptors import Backend
 from rlk_ledger_kernels.errors import ContractError, DecisionError
-from rlk_ledger_kernels.registry import Decision, Registry, Request
-from rlk_ledger_schemas.modes import CONSISTENCY, FAST
+from rlk_ledger_kernels.registry import Decision, Registry, Request, confirm, load
+from rlk_ledger_schemas.modes import CONSISTENCY, FAST, REASONS
 
 SETS = ("", "r", "o", "or", "p", "pr", "po", "por")
 """Which of the three backends can run: contract-preserving, opportunistic, reference. The others lack a library."""
@@ -189,3 +189,56 @@ def test_what_does_not_exist_is_refused_by_name(able: tuple[str, Registry]) -> N
 def test_a_decision_names_nothing_to_load_for_the_engines_own_operator(able: tuple[str, Registry]) -> None:
     made: Decision = able[1].resolve(REQUEST, "off", "off")
     assert (made.actual, made.implementation, made.build, made.source) == (NATIVE, "", None, None)
+
+
+# -- every reason code of an operator is reached -----------------------------------------------------------------------
+
+
+def _stale(registry: Registry) -> None:
+    made = registry.resolve(ALONE, "auto", "off")
+    registry.register(msgspec.structs.replace(registry.operator("linear"), name="another"))
+    load(made, registry)
+
+
+def _swapped(registry: Registry) -> None:
+    confirm(registry.resolve(ALONE, "auto", "off"), "native")
+
+
+def _broken(registry: Registry) -> None:
+    (entry,) = registry.rejected
+    raise DecisionError(entry.code or "", entry.reason)
+
+
+REACHED: dict[str, Callable[[Registry], object]] = {
+    "no_optimised_backend": lambda found: found.resolve(asking(dtype="bfloat16"), "strict", "audit"),
+    "contract_not_preserved": lambda found: found.resolve(asking(contract_version="2"), "auto", "strict"),
+    "required_field_missing": lambda found: found.resolve(asking(dtype=None), "auto", "strict"),
+    "capability_missing": lambda found: found.resolve(asking(backend="p", device="cuda"), "auto", "off"),
+    "backend_unavailable": lambda found: found.resolve(asking(backend="gone"), "auto", "off"),
+    "mode_excludes": lambda found: found.resolve(asking(backend="p"), "off", "off"),
+    "declaration_broken": _broken,
+    "silent_fallback": _swapped,
+    "stale_registry": _stale,
+}
+
+
+def asking(**fields: object) -> Request:
+    return msgspec.structs.replace(ALONE, **fields)
+
+
+def test_the_reached_codes_are_those_of_an_operator() -> None:
+    assert REACHED.keys() == {code for code, reason in REASONS.items() if reason.scope == "operator"}
+
+
+@pytest.mark.parametrize("code", REACHED)
+def test_every_reason_of_an_operator_is_reached_and_says_what_to_do(tmp_path: Path, code: str) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "good").mkdir()
+    gone = backend("gone", "p", needs=("no-such-distribution",))
+    with plugin(tmp_path / "bad") as bad:
+        bad.write("OPERATOR = 3\n").install()
+        good = registered(tmp_path / "good", backend("p", "p"), gone)
+        with good as registry, pytest.raises(DecisionError) as caught:
+            REACHED[code](registry)
+    assert caught.value.code == code
+    assert str(caught.value).endswith(f"[{code}]. {REASONS[code].next_step}")

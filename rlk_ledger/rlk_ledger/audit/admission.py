@@ -1,13 +1,15 @@
 """Was strict kept where it was asked for? (evidence.incomplete, metadata.defaulted)
 
-A batch that was downgraded or refused, a sample that was quarantined, and a strict run whose batches nobody admitted
-all mean that what strict promises does not hold for the whole run: none of them passes.
+A batch that was downgraded or refused, a sample that was quarantined, a strict run whose batches nobody admitted, and
+one whose promise rests on a setting that cannot be read back all mean that what strict promises is not known to hold
+for the whole run: none of them passes.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rlk_ledger.audit.backends import promises_bits
 from rlk_ledger.audit.finding import Finding
 from rlk_ledger.audit.view import View
 from rlk_ledger_schemas.modes import REASONS
@@ -16,19 +18,31 @@ _TOLD = {
     "downgraded": "consistency=strict was asked for and batches were trained on under audit",
     "failed": "consistency=strict refused batches, which ended their steps",
 }
+_CODES = {"downgraded": "strict_downgraded"}
 _NEXT = "Complete the named fields where the samples are made, or ask for consistency=audit."
 
 
 def detect(view: View) -> Iterable[Finding]:
-    """Downgraded and refused batches, quarantined samples, and strict without admission."""
+    """Downgraded and refused batches, quarantined samples, strict without admission or without sight."""
     batches = [fact.fields for fact in view.history.of("batch.admitted")]
     for outcome, told in _TOLD.items():
         rows = [b for b in batches if b.get("outcome") == outcome]
         if rows:
             where = {"field": "consistency", "outcome": outcome, "batches": len(rows), "step": rows[0].get("step")}
-            yield Finding("evidence.incomplete", where, {"reason": told} | _why(rows), _NEXT)
+            yield Finding("evidence.incomplete", where, {"reason": told} | _code(outcome) | _why(rows), _NEXT)
     yield from _quarantined([b for b in batches if b.get("outcome") == "quarantined"])
-    yield from _never_admitted(view, batches)
+    if _strict(view):
+        yield from _never_admitted(view, batches)
+        yield from _unobservable(view)
+
+
+def _strict(view: View) -> bool:
+    opened = view.history.of("run.opened")
+    return any((fact.fields.get("mode") or {}).get("consistency") == "strict" for fact in opened)
+
+
+def _code(outcome: str) -> dict[str, str]:
+    return {"code": _CODES[outcome]} if outcome in _CODES else {}
 
 
 def _why(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,12 +84,23 @@ def _quarantined(rows: list[dict[str, Any]]) -> Iterable[Finding]:
 
 
 def _never_admitted(view: View, batches: list[dict[str, Any]]) -> Iterable[Finding]:
-    asked = [f for f in view.history.of("run.opened") if (f.fields.get("mode") or {}).get("consistency") == "strict"]
     trained = any(score.source == "training" for score in view.history.scores)
-    if asked and trained and not batches:
+    if trained and not batches:
         yield Finding(
             "evidence.incomplete",
             {"field": "consistency"},
             {"reason": "consistency=strict was asked for and no batch went through admission"},
             "Call rlk_ledger.admit() on every batch before it is trained on.",
         )
+
+
+def _unobservable(view: View) -> Iterable[Finding]:
+    knobs: dict[str, set[str]] = {}
+    for fact in view.history.of("knob.applied"):
+        if fact.fields["status"] == "unobservable" and promises_bits(fact):
+            knobs.setdefault(fact.fields["path"], set()).add(fact.writer_id)
+    reason = REASONS["unobservable_knob"]
+    for path, writers in knobs.items():
+        where = {"field": path, "code": "unobservable_knob"}
+        evidence = {"reason": f"consistency=strict was asked for and {reason.meaning}", "writers": sorted(writers)}
+        yield Finding("evidence.incomplete", where, evidence, reason.next_step)

@@ -10,6 +10,9 @@ from rlk_ledger.pairs import SIDES
 
 _FAILED = ("fallback", "unsupported", "error")
 _ANY_BACKEND = ("auto", "default", "native", "any")
+_OFF = (False, None, "off", "0", 0)
+_GUARANTEES = ("batch_invariant", "determinis", "bitwise")
+"""Words in the path of a setting that promises equal bits."""
 
 
 def detect(view: View) -> Iterable[Finding]:
@@ -71,16 +74,19 @@ def _knob(path: str, facts: list[Fact], related: list[Fact]) -> Finding:
     return Finding("backend.not_in_force", {"path": path, "status": first["status"]}, evidence)
 
 
+def promises_bits(knob: Fact) -> bool:
+    """Whether a `knob.applied` asks for batch invariance or determinism."""
+    return any(word in knob.fields["path"] for word in _GUARANTEES) and knob.fields["requested"] not in _OFF
+
+
 def determinism(view: View) -> list[dict[str, Any]]:
     """Knobs that make a side batch-invariant or deterministic and that were read back in force, as evidence."""
-    words = ("batch_invariant", "determinis", "bitwise")
     return [
         {"path": f.fields["path"], "evidence": f.fields["evidence"], "writer": f.writer_id}
         for f in view.history.of("knob.applied")
-        if any(word in f.fields["path"] for word in words)
+        if promises_bits(f)
         and f.fields["status"] == "applied"
         and f.fields.get("actual") == f.fields["requested"]
-        and f.fields["requested"] not in (False, None, "off", "0", 0)
         and f.fields.get("evidence")
     ]
 
