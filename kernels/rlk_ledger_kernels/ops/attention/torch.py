@@ -100,8 +100,8 @@ def attention_backward(
     p_ij = exp(s_ij - lse_i), ds_ij = p_ij (do_i . v_j - do_i . o_i + dlse_i); dv_j = sum_i p_ij do_i,
     dk_j = scale sum_i ds_ij q_i, dq_i = scale sum_j ds_ij k_j (Dao et al. 2022, algorithm 4).
     grad_NHD, q_NHD, out_NHD: [N, heads, D]; grad_lse_NH, lse_NH: [N, heads]. Returns float32 dq [N, heads, D], and
-    dk and dv [N, kv heads, D]. A key sums its queries tile after tile forward, a query its keys block after block backward,
-    so the gradients of a sequence do not depend on the other sequences.
+    dk and dv [N, kv heads, D]. A key sums its queries tile after tile forward, a query its keys block after block
+    backward, so the gradients of a sequence do not depend on the other sequences.
     Raises OperandError as `attention` does, and for a chunk that starts behind position 0.
     """
     check_whole(plan)
@@ -158,10 +158,10 @@ def _weights_and_slopes(
 def _summed_over_rows(x_AKMB: torch.Tensor, y_AKMD: torch.Tensor, q_tile: int) -> torch.Tensor:
     """x^T y over the rows of a tile, at most one leaf of rows to a product: [A, kv heads, kv_block, D]."""
     leaf = max(1, MAX_LEAF // q_tile) * q_tile
-    parts = [torch.matmul(x.transpose(-1, -2), y) for x, y in zip(x_AKMB.split(leaf, dim=2), y_AKMD.split(leaf, dim=2))]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
+    total = torch.matmul(x_AKMB[:, :, :leaf].transpose(-1, -2), y_AKMD[:, :, :leaf])
+    for start in range(leaf, x_AKMB.shape[2], leaf):
+        rows = slice(start, start + leaf)
+        total.add_(torch.matmul(x_AKMB[:, :, rows].transpose(-1, -2), y_AKMD[:, :, rows]))
     return total
 
 

@@ -1,0 +1,378 @@
+"""attention, Triton: one program per run of queries and kv head, KV in logical blocks of one shape.
+
+A program holds ROWS rows: consecutive queries x the query heads that share the kv head, so prefill, chunks and decode
+run the same products at the same shape. Each block is reduced under its own maximum and then merged, with the
+roundings spelled out (`fma` where one is meant, no other fusion), so a block computed alone and merged later, for
+split KV or context parallelism, gives the same bits. Blocks beyond the causal edge or the window are not visited;
+only those at an edge are masked. ROWS, warps and stages follow from head_dim, kv_block and dtype, never from a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from rlk_ledger_kernels.dtypes import torch_dtype
+from rlk_ledger_kernels.ops.attention.cache import KVCache
+from rlk_ledger_kernels.ops.attention.contract import AttentionContract
+from rlk_ledger_kernels.ops.attention.launch import launch, places, visit_lists
+from rlk_ledger_kernels.ops.attention.operands import check
+from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, collected, entries
+from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
+from rlk_ledger_kernels.triton_language import INTERPRETED, TRITON_DTYPES, round_to
+
+_SHARED_MEMORY = 200 * 1024
+"""Bytes of a Hopper multiprocessor that a program plans with."""
+
+
+@triton.jit
+def product(a, b):
+    """a b in float32: no TF32, and operands that the interpreter cannot multiply are widened, which is exact."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def block_scores(q, k, scale, SCALE_SCORE: tl.constexpr):
+    """Scaled scores of one block, float32 [rows, kv_block]."""
+    scores = product(q, k)
+    if SCALE_SCORE:
+        scores = scores * scale
+    return scores
+
+
+@triton.jit
+def visible(position, key, WINDOW: tl.constexpr):
+    """Which keys a query sees; WINDOW 0 is no window."""
+    seen = key[None, :] <= position[:, None]
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
+def reduced_block(
+    q, k, v, position, first_key, scale, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SCALE_SCORE: tl.constexpr,
+    WEIGHTS: tl.constexpr, PV: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(m, l, o) of one block under its own maximum."""
+    scores = block_scores(q, k, scale, SCALE_SCORE)
+    if MASKED:
+        key = first_key + tl.arange(0, KV_BLOCK)
+        scores = tl.where(visible(position, key, WINDOW), scores, float("-inf"))
+    m = tl.max(scores, axis=1)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    weights = round_to(tl.exp(scores - base[:, None]), WEIGHTS)
+    total = tl.sum(weights.to(tl.float32), axis=1)
+    weights = weights.to(PV)
+    if MASKED:
+        # A masked key weighs 0, but 0 times a value that is not finite is NaN: such values are taken out of the
+        # product and reach only the rows that see them.
+        bad = (tl.abs(v.to(tl.float32)) <= 3.4028234663852886e38) == 0
+        if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
+            weighed = tl.where(weights.to(tl.float32) > 0, 1.0, 0.0).to(PV)
+            seen = product(weighed, tl.where(bad, 1.0, 0.0).to(PV))
+            out = tl.where(seen > 0, float("nan"), product(weights, tl.where(bad, 0.0, v).to(PV)))
+        else:
+            out = product(weights, v)
+    else:
+        out = product(weights, v)
+    return m, total, out
+
+
+@triton.jit
+def merged(m, total, out, m_block, total_block, out_block):
+    """The running (m, l, o) with one more block in it."""
+    new = tl.maximum(m, m_block)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    kept = tl.exp(m - base)
+    added = tl.exp(m_block - base)
+    total = tl.fma(total, kept, total_block * added)
+    out = tl.fma(out, tl.broadcast_to(kept[:, None], out.shape), out_block * added[:, None])
+    return new, total, out
+
+
+@triton.jit
+def finished(m, total, out):
+    """Output and log-sum-exp; a row that sees nothing is zero and minus infinity. Adding 0 makes a zero positive."""
+    nothing = total == 0.0
+    safe = tl.where(nothing, 1.0, total)
+    lse = tl.where(nothing, float("-inf"), m + tl.log(safe))
+    divisor = tl.broadcast_to(safe[:, None], out.shape)
+    return tl.div_rn(out, divisor) + 0.0, lse
+
+
+@triton.jit
+def _span(
+    m, total, out, q, k_ptr, v_ptr, pages_ptr, position, start, stop, scale, k_page, k_row, v_page, v_row,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    REVERSE: tl.constexpr, SCALE_SCORE: tl.constexpr, WEIGHTS: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the logical blocks start..stop-1."""
+    column, key = tl.arange(0, COLUMNS), tl.arange(0, KV_BLOCK)
+    real = column < HEAD_DIM
+    for index in range(start, stop):
+        block = index
+        if REVERSE:
+            block = start + stop - 1 - index
+        page = tl.load(pages_ptr + block).to(tl.int64)
+        k = tl.load(k_ptr + page * k_page + key[None, :] * k_row + column[:, None], mask=real[:, None], other=0.0)
+        v = tl.load(v_ptr + page * v_page + key[:, None] * v_row + column[None, :], mask=real[None, :], other=0.0)
+        m_block, total_block, out_block = reduced_block(
+            q, k.to(QK), v.to(PV), position, block * KV_BLOCK, scale, KV_BLOCK, WINDOW, SCALE_SCORE, WEIGHTS, PV, MASKED
+        )
+        m, total, out = merged(m, total, out, m_block, total_block, out_block)
+    return m, total, out
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, pages_ptr, tiles_ptr, out_ptr, lse_ptr, heads, scale,
+    k_page, k_head, k_row, v_page, v_head, v_row,
+    GROUP: tl.constexpr, PACKED: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    REVERSE: tl.constexpr, SCALE_SCORE: tl.constexpr, WEIGHTS: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):  # fmt: skip
+    tile_ptr = tiles_ptr + tl.program_id(0) * 4
+    first_row, first, count = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    pages_ptr += tl.load(tile_ptr + 3)
+    kv_head = (tl.program_id(1) // RUNS).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    query, in_group = row // PACKED, tl.program_id(1) % RUNS * PACKED + row % PACKED
+    real = (query < count) & (in_group < GROUP)
+    position = first + query
+    place = (first_row + query).to(tl.int64) * heads + kv_head * GROUP + in_group
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
+    if SCALE_SCORE == 0:
+        q = q.to(tl.float32) * scale
+    q = q.to(QK)
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    end = (first + count - 1) // KV_BLOCK + 1
+    begin, clear = 0, 0
+    if WINDOW > 0:
+        begin = tl.maximum(first - WINDOW + 1, 0) // KV_BLOCK
+        clear = tl.minimum(tl.maximum(first + count - 1 - WINDOW + KV_BLOCK, 0) // KV_BLOCK, end)
+        clear = tl.maximum(clear, begin)
+    edge = tl.maximum(tl.minimum((first + 1) // KV_BLOCK, end), clear)
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if REVERSE:
+        m, total, out = _span(
+            m, total, out, q, k_ptr, v_ptr, pages_ptr, position, edge, end, scale, k_page, k_row, v_page, v_row,
+            HEAD_DIM, COLUMNS, KV_BLOCK, WINDOW, REVERSE, SCALE_SCORE, WEIGHTS, QK, PV, True,
+        )  # fmt: skip
+    elif WINDOW > 0:
+        m, total, out = _span(
+            m, total, out, q, k_ptr, v_ptr, pages_ptr, position, begin, clear, scale, k_page, k_row, v_page, v_row,
+            HEAD_DIM, COLUMNS, KV_BLOCK, WINDOW, REVERSE, SCALE_SCORE, WEIGHTS, QK, PV, True,
+        )  # fmt: skip
+    m, total, out = _span(
+        m, total, out, q, k_ptr, v_ptr, pages_ptr, position, clear, edge, scale, k_page, k_row, v_page, v_row,
+        HEAD_DIM, COLUMNS, KV_BLOCK, WINDOW, REVERSE, SCALE_SCORE, WEIGHTS, QK, PV, False,
+    )  # fmt: skip
+    if REVERSE == 0:
+        m, total, out = _span(
+            m, total, out, q, k_ptr, v_ptr, pages_ptr, position, edge, end, scale, k_page, k_row, v_page, v_row,
+            HEAD_DIM, COLUMNS, KV_BLOCK, WINDOW, REVERSE, SCALE_SCORE, WEIGHTS, QK, PV, True,
+        )  # fmt: skip
+    elif WINDOW > 0:
+        m, total, out = _span(
+            m, total, out, q, k_ptr, v_ptr, pages_ptr, position, begin, clear, scale, k_page, k_row, v_page, v_row,
+            HEAD_DIM, COLUMNS, KV_BLOCK, WINDOW, REVERSE, SCALE_SCORE, WEIGHTS, QK, PV, True,
+        )  # fmt: skip
+    out, lse = finished(m, total, out)
+    tl.store(out_ptr + place[:, None] * HEAD_DIM + column[None, :], round_to(out, OUTPUT), mask=inside)
+    tl.store(lse_ptr + place, lse, mask=real)
+
+
+@triton.jit
+def _partials_kernel(
+    q_ptr, k_ptr, v_ptr, pages_ptr, tile_ptr, block_ptr, packed_ptr, start_ptr, offset_ptr, m_ptr, l_ptr, o_ptr,
+    heads, scale, k_page, k_head, k_row, v_page, v_head, v_row,
+    GROUP: tl.constexpr, Q_TILE: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE_SCORE: tl.constexpr, WEIGHTS: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
+):  # fmt: skip
+    entry, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile, block = tl.load(tile_ptr + entry).to(tl.int64), tl.load(block_ptr + entry)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    column, key = tl.arange(0, COLUMNS), tl.arange(0, KV_BLOCK)
+    in_group, query = row // Q_TILE, row % Q_TILE
+    packed = tl.load(packed_ptr + tile * Q_TILE + query).to(tl.int64)
+    real = (packed >= 0) & (in_group < GROUP)
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    place = tl.where(real, packed, 0) * heads + kv_head * GROUP + in_group
+    q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
+    if SCALE_SCORE == 0:
+        q = q.to(tl.float32) * scale
+    page = tl.load(pages_ptr + tl.load(offset_ptr + tile) + block).to(tl.int64)
+    k_ptr += page * k_page + kv_head * k_head
+    v_ptr += page * v_page + kv_head * v_head
+    k = tl.load(k_ptr + key[None, :] * k_row + column[:, None], mask=(column < HEAD_DIM)[:, None], other=0.0)
+    v = tl.load(v_ptr + key[:, None] * v_row + column[None, :], mask=(column < HEAD_DIM)[None, :], other=0.0)
+    position = tl.load(start_ptr + tile) + query
+    m, total, out = reduced_block(
+        q.to(QK),
+        k.to(QK),
+        v.to(PV),
+        position,
+        block * KV_BLOCK,
+        scale,
+        KV_BLOCK,
+        WINDOW,
+        SCALE_SCORE,
+        WEIGHTS,
+        PV,
+        True,
+    )
+    within = in_group < GROUP
+    at = (entry * tl.num_programs(1) + kv_head) * GROUP * Q_TILE + row
+    tl.store(m_ptr + at, m, mask=within)
+    tl.store(l_ptr + at, total, mask=within)
+    tl.store(o_ptr + at[:, None] * HEAD_DIM + column[None, :], out, mask=within[:, None] & (column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    m_ptr, l_ptr, o_ptr, visit_ptr, offset_ptr, packed_ptr, out_ptr, lse_ptr,
+    GROUP: tl.constexpr, Q_TILE: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, OUTPUT: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, kv_heads = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    in_group, query = row // Q_TILE, row % Q_TILE
+    within = in_group < GROUP
+    inside = within[:, None] & (column < HEAD_DIM)[None, :]
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for visit in range(tl.load(offset_ptr + tile), tl.load(offset_ptr + tile + 1)):
+        entry = tl.load(visit_ptr + visit).to(tl.int64)
+        at = (entry * kv_heads + kv_head) * GROUP * Q_TILE + row
+        m_block = tl.load(m_ptr + at, mask=within, other=float("-inf"))
+        total_block = tl.load(l_ptr + at, mask=within, other=0.0)
+        out_block = tl.load(o_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
+        m, total, out = merged(m, total, out, m_block, total_block, out_block)
+    out, lse = finished(m, total, out)
+    packed = tl.load(packed_ptr + tile * Q_TILE + query).to(tl.int64)
+    real = within & (packed >= 0)
+    place = tl.where(real, packed, 0) * kv_heads * GROUP + kv_head * GROUP + in_group
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out_ptr + place[:, None] * HEAD_DIM + column[None, :], round_to(out, OUTPUT), mask=inside)
+    tl.store(lse_ptr + place, lse, mask=real)
+
+
+def attention(
+    q_NHD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally from the plan's rows to the cache: out = sum_j exp(s_j - lse) v_j, lse = log sum_j exp(s_j).
+
+    Shapes, masks and errors as `ops.attention.torch.attention`; rows that are padding come back as zeros.
+    Products run on tensor cores where query, cache and `contract.weights` share a 16-bit dtype and the scale is
+    applied to the score; elsewhere operands are widened and multiplied in IEEE float32.
+    """
+    check(q_NHD, cache, plan, contract)
+    rows, heads, head_dim = q_NHD.shape
+    group = heads // cache.keys.shape[1]
+    tile_rows, packed = _rows(head_dim), min(triton.next_power_of_2(group), _rows(head_dim))
+    runs = -(-group // packed)
+    work = launch(plan, tile_rows // packed)
+    out_NHD = torch.zeros_like(q_NHD, dtype=torch_dtype(contract.output), memory_format=torch.contiguous_format)
+    lse_NH = q_NHD.new_zeros((rows, heads), dtype=torch.float32)
+    _forward_kernel[(len(work.tiles_T4), cache.keys.shape[1] * runs)](
+        q_NHD.contiguous(), cache.keys, cache.values, work.pages_P, work.tiles_T4, out_NHD, lse_NH, heads,
+        contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
+        GROUP=group, PACKED=packed, RUNS=runs, REVERSE=contract.schedule.kv_order == "reverse",
+        OUTPUT=TRITON_DTYPES[out_NHD.dtype], **settings(q_NHD.dtype, cache, contract),
+    )  # fmt: skip
+    return out_NHD, lse_NH
+
+
+def attention_partials(
+    q_NHD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract, owned: Owned
+) -> BlockPartials:
+    """The partial results of every row of the plan with the logical blocks in `owned`, one program to each.
+
+    Arguments, result and errors as `ops.attention.torch.attention_partials`.
+    """
+    check(q_NHD, cache, plan, contract)
+    heads, head_dim = q_NHD.shape[1:]
+    kv_heads, group = cache.keys.shape[1], heads // cache.keys.shape[1]
+    tile_E, block_E = entries(plan, owned)
+    m_EKM = q_NHD.new_empty((len(tile_E), kv_heads, group * plan.q_tile), dtype=torch.float32)
+    l_EKM, o_EKMD = torch.empty_like(m_EKM), m_EKM.new_empty((*m_EKM.shape, head_dim))
+    if len(tile_E):
+        on_device = [torch.from_numpy(x).to(q_NHD.device, torch.int32) for x in (tile_E, block_E)]
+        _partials_kernel[(len(tile_E), kv_heads, -(-m_EKM.shape[2] // _rows(head_dim)))](
+            q_NHD.contiguous(), cache.keys, cache.values, launch(plan, 1).pages_P, *on_device, *places(plan),
+            m_EKM, l_EKM, o_EKMD, heads, contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
+            GROUP=group, Q_TILE=plan.q_tile, **settings(q_NHD.dtype, cache, contract),
+        )  # fmt: skip
+    return BlockPartials(len(q_NHD), tile_E, block_E, m_EKM, l_EKM, o_EKMD)
+
+
+def merge_partials(
+    parts: Sequence[BlockPartials], plan: AttentionPlan, contract: AttentionContract
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the partials of all ranks, in any order, in the global block order: what `attention` returns, bit for bit.
+
+    Raises OperandError when a partial is missing, given twice or not in the plan.
+    """
+    at_V = collected(parts, plan)
+    m_EKM, l_EKM, o_EKMD = (torch.cat([getattr(part, name) for part in parts]) for name in ("m_EKM", "l_EKM", "o_EKMD"))
+    kv_heads, rows, head_dim = o_EKMD.shape[1:]
+    heads = kv_heads * (rows // plan.q_tile)
+    offset_T, place_V = (torch.from_numpy(x) for x in visit_lists(plan))
+    device = m_EKM.device
+    out_NHD = m_EKM.new_zeros((parts[0].rows, heads, head_dim), dtype=torch_dtype(contract.output))
+    lse_NH = m_EKM.new_zeros((parts[0].rows, heads))
+    _merge_kernel[(plan.tiles, kv_heads, -(-rows // _rows(head_dim)))](
+        m_EKM, l_EKM, o_EKMD, at_V[place_V].to(device, torch.int32), offset_T.to(device, torch.int32),
+        places(plan)[0], out_NHD, lse_NH, GROUP=rows // plan.q_tile, Q_TILE=plan.q_tile, ROWS=_rows(head_dim),
+        HEAD_DIM=head_dim, COLUMNS=_columns(head_dim), OUTPUT=TRITON_DTYPES[out_NHD.dtype],
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_NHD, lse_NH
+
+
+def _rows(head_dim: int) -> int:
+    """Rows of a program, by head_dim alone: two accumulators of [rows, head_dim] must fit the registers of 8 warps."""
+    return 128 if head_dim <= 128 else 64
+
+
+def _columns(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def settings(q_dtype: torch.dtype, cache: KVCache, contract: AttentionContract) -> dict[str, object]:
+    """Compile-time arguments shared by the kernels that visit blocks; none depends on the batch."""
+    kept = cache.dtype
+    on_scores = contract.scale_at == "score"
+    qk = kept if on_scores and q_dtype == kept else torch.float32
+    pv = kept if torch_dtype(contract.weights) == kept else torch.float32
+    rows, columns, block = _rows(cache.head_dim), _columns(cache.head_dim), contract.schedule.kv_block
+    stage = block * columns * (qk.itemsize + pv.itemsize)
+    return {
+        "ROWS": rows,
+        "HEAD_DIM": cache.head_dim,
+        "COLUMNS": columns,
+        "KV_BLOCK": block,
+        "WINDOW": contract.window or 0,
+        "SCALE_SCORE": on_scores,
+        "WEIGHTS": TRITON_DTYPES[torch_dtype(contract.weights)],
+        "QK": TRITON_DTYPES[qk],
+        "PV": TRITON_DTYPES[pv],
+        "num_warps": 8,
+        "num_stages": max(1, min(3, (_SHARED_MEMORY - rows * columns * qk.itemsize) // stage)),
+        "enable_fp_fusion": False,
+    }
