@@ -29,6 +29,18 @@ from rlk_ledger_replay.model_settings import (
     window_settings,
 )
 
+__all__ = [
+    "ARCHITECTURES",
+    "Checkpoint",
+    "CheckpointError",
+    "ModelConfig",
+    "UnknownArchitectureError",
+    "checked_tensors",
+    "expected_shapes",
+    "load_checkpoint",
+    "parse_config",
+]
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",

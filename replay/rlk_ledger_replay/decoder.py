@@ -151,7 +151,7 @@ class Decoder:
         samples = [(ids_BT[row, first:end], start) for row, ((first, end), start) in enumerate(zip(spans, starts))]
         scores_BT = torch.full(ids_BT.shape, float("nan"))
         for row, scores in enumerate(self.prefill_logprobs_batch(samples)):
-            first, end = spans[row]
+            end = spans[row][1]
             scores_BT[row, end - len(scores) : end] = scores
         return scores_BT
 

@@ -13,8 +13,8 @@ import torch
 
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.parallel.group import Group
-from rlk_ledger_replay.checkpoint import ExpertConfig
 from rlk_ledger_replay.feed import RankRows
+from rlk_ledger_replay.model_settings import ExpertConfig
 from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_replay.operators import Operators
 
@@ -32,9 +32,10 @@ class Experts:
 class Routes:
     """Experts to use in place of the routers' own choice, and what became of them.
 
-    given: by layer, int64 [N, T] over the packed rows of the pass; -1 in a row that was not recorded. chosen: by layer,
-    what the routers chose, [rows, T] for each cp rank held here (filled by the pass). covered, agreeing: rows times layers that had a
-    recorded route, and those among them where the router chose the same experts, in any order.
+    given: by layer, int64 [N, T] over the packed rows of the pass; -1 in a row that was not recorded.
+    chosen: by layer, what the routers chose, [rows, T] for each cp rank held here (filled by the pass).
+    covered, agreeing: (row, layer) pairs that had a recorded route, and those where the router chose the same experts
+    in any order.
     """
 
     given: Mapping[int, torch.Tensor] = field(default_factory=dict)

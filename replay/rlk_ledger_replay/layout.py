@@ -7,6 +7,7 @@ Context parallel: ranks share whole KV blocks of each sequence, with the positio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -71,7 +72,7 @@ def vocabulary_spans(vocabulary: int, tile: int, ranks: int) -> tuple[tuple[int,
     """[first, end) of the token ids of each rank, cut at vocabulary tiles; shares differ by at most one tile."""
     tiles = -(-vocabulary // tile)
     edges = [min(tiles * rank // ranks * tile, vocabulary) for rank in range(ranks + 1)]
-    return tuple(zip(edges, edges[1:]))
+    return tuple(itertools.pairwise(edges))
 
 
 def check_layout(layout: Layout, config: ModelConfig, numerics: Numerics) -> None:
@@ -88,7 +89,7 @@ def check_layout(layout: Layout, config: ModelConfig, numerics: Numerics) -> Non
     tiles = -(-config.vocabulary // numerics.schedule.vocab_tile)
     if tiles < tp:
         raise ContractError(
-            f"layout.tp is {tp}: a vocabulary of {config.vocabulary} has {tiles} tile(s); choose schedule.vocab_tile of "
+            f"layout.tp is {tp}: a vocabulary of {config.vocabulary} has {tiles} tile(s); choose a vocab_tile of "
             f"at most {config.vocabulary // tp}"
         )
     widths = {"o_proj": config.heads * config.head_dim, "down_proj": config.intermediate}
@@ -104,4 +105,4 @@ def check_layout(layout: Layout, config: ModelConfig, numerics: Numerics) -> Non
 def even_pieces(rows: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """[first, end) of each rank's rows; lengths differ by at most one."""
     edges: Sequence[int] = [rows * rank // ranks for rank in range(ranks + 1)]
-    return tuple(zip(edges, edges[1:]))
+    return tuple(itertools.pairwise(edges))

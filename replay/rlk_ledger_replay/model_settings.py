@@ -131,7 +131,10 @@ def expert_settings(raw: Mapping[str, Any], layers: int, where: str) -> ExpertCo
 
     Layer i has experts when i + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not name it.
     """
-    count = _count(raw, "num_experts", where, 128)
+    name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    count = _count(raw, name, where, 128)
+    if _count(raw, "num_local_experts", where, count) != count:
+        raise CheckpointError(f"{where}: num_experts is {count}, num_local_experts {raw['num_local_experts']}")
     step = positive(raw, "decoder_sparse_step", where, default=1)
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):

@@ -34,7 +34,7 @@ Caches: TypeAlias = "list[list[list[KVCache]]]"
 
 
 class Network:
-    """A checkpoint bound to numerics, operators and a layout. Holds packed copies; never writes to what it was given."""
+    """A checkpoint bound to numerics, operators and a layout. Packs copies; never writes to what it was given."""
 
     def __init__(
         self,

@@ -23,11 +23,9 @@ from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_replay.checkpoint import ModelConfig
 
-
 NORM_LEAF = 16
 HEAD_LEAF = 32
-"""Longest leaves of sums that decide much and cost little: a norm scales a whole row, a logit enters the result as it is.
-With leaves of 128 throughout, these two made a third of the decoder's distance from a float64 model."""
+"""Longest leaves of sums that decide much and cost little: a norm scales a whole row, a logit is part of the result."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,10 @@ class Numerics:
         return RopeContract(table=self.rope_table or self.compute, arithmetic=self.compute)
 
     def rotation_table(self, config: ModelConfig, device: str) -> RopeTable:
-        """The cosines and sines of a model's positions. No sequence is longer than they are, so `dynamic` scaling, which
-        follows the longest one, never stretches them."""
+        """The cosines and sines of a model's positions.
+
+        No sequence is longer than they are, so `dynamic` scaling, which follows the longest one, never stretches them.
+        """
         angles_F = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         factor = attention_factor(config.rope_scaling)
         return rope_table(angles_F, config.positions, self.rope_contract(), factor).to(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlk_ledger_kernels.decision import Decision, Provenance
+from rlk_ledger_kernels.descriptors import Parallel
 from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_kernels.request import AUTO, Request
 from rlk_ledger_kernels.session import Bound, Session
@@ -16,6 +17,8 @@ from rlk_ledger_replay.layout import Layout
 from rlk_ledger_replay.numerics import Numerics
 
 DENSE = ("embedding", "rms_norm", "linear", "rope", "attention", "swiglu", "linear_logprob")
+SHARED = ("attention", "linear", "linear_logprob", "embedding", "grouped_experts")
+"""Operators that ranks share; the others see whole rows under any layout."""
 SPARSE = ("moe_router", "grouped_experts")
 
 
@@ -54,8 +57,9 @@ def bind_operators(config: ModelConfig, numerics: Numerics, layout: Layout, back
     """Decide and load every operator of a decoder.
 
     backend: `auto`, or a name for all operators that have such a backend; the others take the best one there is.
-    device: a torch device, as `cpu` or `cuda:0`. Raises ContractError for a name no operator has and for one that promises
-    no bits, DecisionError when nothing can run.
+    device: a torch device, as `cpu` or `cuda:0`.
+    Raises ContractError for a name no operator has and for one that promises no bits, DecisionError when nothing can
+    run.
     """
     case = Session(fast="auto", consistency="strict")
     names = (*DENSE, *SPARSE) if config.experts is not None else DENSE
@@ -83,8 +87,9 @@ def bind_operators(config: ModelConfig, numerics: Numerics, layout: Layout, back
 
 
 def _request(name: str, backend: str, config: ModelConfig, numerics: Numerics, layout: Layout, device: str) -> Request:
-    axis, size = {"attention": ("cp", layout.cp)}.get(name, ("tp", layout.tp))
-    shared = size > 1 and name in ("attention", "linear", "linear_logprob")
+    axis: Parallel = "cp" if name == "attention" else "tp"
+    size = layout.cp if name == "attention" else layout.tp
+    shared = size > 1 and name in SHARED
     return Request(
         operator=name,
         backend=backend,

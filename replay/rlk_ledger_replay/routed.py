@@ -36,7 +36,10 @@ class Routed:
 
 
 def joined(given: Sequence[torch.Tensor], group: Sequence[Sample], layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Routes of a group by layer, int64 [N, K] in packed order; raises OperandError naming a sample that does not fit."""
+    """Routes of a group by layer, int64 [N, K] in packed order.
+
+    Raises OperandError naming a sample that does not fit.
+    """
     if len(given) != len(group):
         raise OperandError(f"routes are given for {len(given)} samples of {len(group)}; pass one tensor per sample")
     for index, (routes_NLK, sample) in enumerate(zip(given, group)):

@@ -70,7 +70,7 @@ class SimulatedGroup:
             raise ContractError(f"parallel: a {axis} group of {size} ranks does not exist; choose at least 1")
         self.axis: Axis = axis
         self.size = size
-        self.ranks = tuple(range(size))
+        self.ranks: tuple[int, ...] = tuple(range(size))
         self._seen = _Observed(axis, size, "one_process")
 
     def all_gather(self, parts: Sequence[torch.Tensor], rows: Sequence[int], order: Order) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ class DistributedGroup:
             raise ContractError(f"parallel: this process is no member of the {axis} group it was given")
         self.axis: Axis = axis
         self.size = dist.get_world_size(process_group)
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self._group = process_group
         self._seen = _Observed(axis, self.size, dist.get_backend(process_group))
 
