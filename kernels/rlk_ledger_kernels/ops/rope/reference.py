@@ -15,7 +15,7 @@ def rope(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract) -> torch.
     """
     turned = check_operands(x_NHD, rows, contract)
     wide = x_NHD.to(torch.float32)
-    first, second = _pair_index(turned, contract)
+    first, second = _pairs(turned, contract)
     cos_N1F = rows.cos_PD.to(torch.float32)[:, None, second]
     sin_N1F = rows.sin_PD.to(torch.float32)[:, None, second]
     a, b = wide[..., first], wide[..., second]
@@ -25,7 +25,8 @@ def rope(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract) -> torch.
     return out
 
 
-def _pair_index(turned: int, contract: RopeContract) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(turned: int, contract: RopeContract) -> tuple[slice, slice]:
+    """Where the first and the second element of each pair are."""
     if contract.style == "half":
-        return torch.arange(turned // 2), torch.arange(turned // 2, turned)
-    return torch.arange(0, turned, 2), torch.arange(1, turned, 2)
+        return slice(0, turned // 2), slice(turned // 2, turned)
+    return slice(0, turned, 2), slice(1, turned, 2)

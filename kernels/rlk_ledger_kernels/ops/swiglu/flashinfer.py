@@ -18,17 +18,19 @@ _GRANULE = 16
 def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:
     """Gate.
 
-    gate, up: one shape [..., W] and one dtype, on CUDA, W a multiple of 16 bytes. Returns that shape and dtype. Raises
-    OperandError for other operands, ContractError for another output dtype, BackendError without flashinfer or CUDA.
+    gate, up: one shape [..., W] and one dtype, on CUDA; rows that do not fill 16-byte units are padded with zeros.
+    Returns that shape and dtype. Raises OperandError for other operands, ContractError for another output dtype,
+    BackendError without flashinfer or off CUDA.
     """
     if gate.shape != up.shape:
         raise OperandError(f"swiglu: gate is {tuple(gate.shape)}, up is {tuple(up.shape)}; make them equal")
     same_dtype("swiglu with flashinfer", contract.output, gate, up)
-    if gate.shape[-1] * gate.element_size() % _GRANULE:
-        raise OperandError(f"swiglu with flashinfer: rows of {gate.shape[-1]} do not fill 16-byte units")
     on_cuda("flashinfer", "swiglu", gate)
     kernel = function("flashinfer", library("flashinfer", "flashinfer.activation"), "silu_and_mul")
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    width = gate.shape[-1]
+    missing = -width % (_GRANULE // gate.element_size())
+    joined = torch.cat([torch.nn.functional.pad(one, (0, missing)) for one in (gate, up)], dim=-1)
+    out = torch.empty((*gate.shape[:-1], width + missing), dtype=gate.dtype, device=gate.device)
     if out.numel():
-        kernel(torch.cat((gate, up), dim=-1), out=out, enable_pdl=False)
-    return out
+        kernel(joined, out=out, enable_pdl=False)
+    return out[..., :width].contiguous()
