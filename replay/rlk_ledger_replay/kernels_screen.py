@@ -69,13 +69,17 @@ def summary(certificate: Certificate) -> str:
         f"{terminal.count(operators, 'operator')} ({backends}) on {certificate.scope.device}, "
         f"{caught} of {len(certificate.proofs)} wrong operators caught"
     )
-    why = certificate.reason or certificate.gap
-    return f"kernels check: {certificate.verdict}: {rests}" + (f"; {_first(why)}" if why else "")
+    why = _broken(certificate) or certificate.gap
+    return " ".join(f"kernels check: {certificate.verdict}: {rests}{f'; {why}' if why else ''}".split())
 
 
-def _first(why: str) -> str:
-    """What comes before the details."""
-    return " ".join(why.split())
+def _broken(certificate: Certificate) -> str | None:
+    """What is wrong of the operator lowest in the forward chain, without the evidence printed above it."""
+    for one in certificate.checked:
+        columns = [_TITLES[column] for column in COLUMNS if getattr(one, column).outcome == "failed"]
+        if columns:
+            return f"{one.operator} ({one.backend}) fails {', '.join(columns)}"
+    return f"{certificate.missed[0].wrong.suite} cannot be believed" if certificate.missed else None
 
 
 def _checked(checked: tuple[OperatorChecked, ...]) -> None:

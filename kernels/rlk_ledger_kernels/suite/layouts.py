@@ -90,7 +90,7 @@ def _joined(first: Rows, second: Rows) -> Rows:
 def _filled(rows: Rows, amount: int, value: float) -> Rows:
     """`amount` rows: floating operands hold `value`, integers repeat the case's last row."""
     return tuple(
-        operand.new_full((amount, *operand.shape[1:]), value)
+        operand.new_full((amount, *operand.shape[1:]), _held(value, operand))
         if operand.is_floating_point()
         else operand[-1:].expand(amount, *operand.shape[1:])
         for operand in rows
@@ -101,10 +101,15 @@ def _surrounded(rows: Rows, kept: torch.Tensor, value: float) -> Rows:
     """The rows in `kept` as they are; all others hold `value`, or the integers of the row before them."""
     out = []
     for operand in rows:
-        other = torch.full_like(operand, value) if operand.is_floating_point() else operand.roll(1, 0)
+        other = torch.full_like(operand, _held(value, operand)) if operand.is_floating_point() else operand.roll(1, 0)
         other[kept] = operand[kept]
         out.append(other)
     return tuple(out)
+
+
+def _held(value: float, operand: torch.Tensor) -> float:
+    """The value as the operand's dtype holds it: float16 rounds 1e30 to infinity."""
+    return float(torch.tensor(value).to(operand.dtype))
 
 
 def _column(mask_N: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

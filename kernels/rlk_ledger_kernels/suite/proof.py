@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
+
+from rlk_ledger_kernels.probe import using_threads
 from rlk_ledger_kernels.suite import accuracy, invariance, parity
 from rlk_ledger_kernels.suite.case import Case, RowCase, Wrong
 
@@ -26,11 +29,10 @@ def prove(wrong: Wrong, device: str = "cpu", module: ModuleType = _NOTHING) -> P
     module: the backend that a wrong operator made of a real one is built on.
     """
     right = wrong.right
-    return Proof(
-        wrong,
-        caught=_says(wrong, wrong.case, device, module),
-        accused=None if right is None else _says(wrong, right, device, module),
-    )
+    with using_threads(1 if device == "cpu" else torch.get_num_threads()):
+        caught = _says(wrong, wrong.case, device, module)
+        accused = None if right is None else _says(wrong, right, device, module)
+    return Proof(wrong, caught, accused)
 
 
 def _says(wrong: Wrong, case: Case, device: str, module: ModuleType) -> str | None:
