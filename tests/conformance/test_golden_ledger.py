@@ -34,6 +34,7 @@ ADDED_SINCE = {
     "kernels.certified",
     "segment.timed",
     "segments.pruned",
+    "splitkv.planned",
 }
 """Event types that came after golden-1 was frozen: a new type needs no format version."""
 

@@ -38,6 +38,24 @@ LATER: list[tuple[str, dict[str, Any]]] = [
         {"operator": "mlp", "part_of": "step", "elapsed_ns": 1, "stream": "s", "bucket_plan": {"order": ["a"]}},
     ),
     (
+        "splitkv.planned",
+        {
+            "plan_id": "sha256:00",
+            "kv_block": 64,
+            "tp": 1,
+            "cp": 1,
+            "owners": 1,
+            "num_splits": 1,
+            "merge_order": "global_block_index",
+            "blocks": [1],
+            "entries": [0, 0, 0, 0, 0, 1],
+            "side": "rollout",
+            "contract_id": "c",
+            "layout_id": "l",
+            "pass_id": "p",
+        },
+    ),
+    (
         "drift.diagnosed",
         {
             "status": "measured",

@@ -39,6 +39,7 @@ from rlk_ledger_schemas.events.replays import (
 )
 from rlk_ledger_schemas.events.retention import SegmentsPruned
 from rlk_ledger_schemas.events.samples import BatchLayout, Logprobs, PromptRecorded, RolloutSample
+from rlk_ledger_schemas.events.splits import SplitkvPlanned
 from rlk_ledger_schemas.events.weights import WeightsLoaded, WeightsPublished
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "RunOpened",
     "SegmentTimed",
     "SegmentsPruned",
+    "SplitkvPlanned",
     "VerdictReached",
     "WeightsLoaded",
     "WeightsPublished",

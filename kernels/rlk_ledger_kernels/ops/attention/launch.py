@@ -69,7 +69,7 @@ def places(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def visit_lists(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets [T + 1] of each tile into the list of its visits, in the plan's order, by place among the plan's visits."""
+    """Offsets [T + 1] of each tile into the list of its visits (places among the plan's), in the plan's order."""
     tile_V = np.concatenate([np.arange(step.begin, step.end) for step in plan.steps])
     offset_T = np.concatenate(([0], np.cumsum(np.bincount(tile_V, minlength=plan.tiles))))
     return offset_T, np.argsort(tile_V, kind="stable")
