@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import chain
 from types import ModuleType
 
 import msgspec
@@ -22,6 +23,8 @@ from rlk_ledger_kernels.suite.case import Case, MaskedCase, SequenceCase
 from rlk_ledger_kernels.suite.catalogue import cases, operators
 
 _ROWS = 2
+_SIZES = ("small", "large")
+"""Large shapes are tried when a backend takes none of the small ones; both are cut to a few rows."""
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,11 +75,11 @@ def _tried(operator: Operator, backend: Backend, device: str) -> tuple[bool, str
     if objection is not None:
         return False, objection.reason, ""
     try:
-        module, known = import_module(f"{operator.package}.{backend.name}"), cases(operator)
+        module = import_module(f"{operator.package}.{backend.name}")
     except Exception as error:  # another project's library may raise anything when it is imported
         return False, f"{type(error).__name__}: {_first_line(error)}", ""
     refusal = "it has no case of this operator to run"
-    for case in known:
+    for case in chain.from_iterable(cases(operator, size) for size in _SIZES):
         if case.dtype not in backend.dtypes:
             continue
         tried = _short(case)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.native_operands import function, library, same_dtype
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract, check_operands
+
+_VECTOR = 8
+"""Elements vLLM's CPU kernel takes at a time."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract) -> torch.Tensor:
@@ -21,6 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract) -
     """
     check_operands(x, weight)
     same_dtype("rms_norm with vllm", contract.output, x, weight)
+    _check_width(x)
     kernel = function("vllm", library("vllm", "vllm._custom_ops"), "rms_norm")
     if weight.dim() == 2:
         heads = [rms_norm(x[..., head, :], weight[head], contract) for head in range(weight.shape[0])]
@@ -42,6 +47,7 @@ def add_rms_norm(
     check_operands(x, weight, residual)
     same_dtype("add_rms_norm with vllm", contract.output, x, residual, weight)
     same_dtype("add_rms_norm with vllm", contract.residual_dtype, x)
+    _check_width(x)
     kernel = function("vllm", library("vllm", "vllm._custom_ops"), "fused_add_rms_norm")
     if weight.dim() == 2:
         total = x + residual
@@ -51,3 +57,11 @@ def add_rms_norm(
     if rows.shape[0]:
         kernel(rows, total, weight.contiguous(), contract.eps)
     return rows.view(x.shape), total.view(x.shape)
+
+
+def _check_width(x: torch.Tensor) -> None:
+    """Raise OperandError for rows that vLLM's CPU kernel refuses."""
+    if x.device.type == "cpu" and x.shape[-1] % _VECTOR:
+        raise OperandError(
+            f"rms_norm with vllm: its CPU kernel takes rows of a multiple of {_VECTOR}, got {x.shape[-1]}; choose torch"
+        )
