@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import os
 import platform
 import sys
-from collections.abc import Iterator
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from pathlib import Path
@@ -101,18 +100,27 @@ def _reached(module: str) -> dict[str, Path]:
             continue
         found[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        waiting += [one for one in _imports(path, package) if one.partition(".")[0] in tops]
+        waiting += [one for one in _imports(path.read_bytes(), package) if one.partition(".")[0] in tops]
     if module not in found:
         raise FileNotFoundError(f"the source of {module} was not found; an operator's backend is a .py file beside it")
     return found
 
 
-def _imports(path: Path, package: str) -> Iterator[str]:
-    """Every dotted name a file imports; `from a import b` may name the module a.b, so both are tried."""
-    for node in ast.walk(ast.parse(path.read_bytes(), filename=os.fspath(path))):
+@lru_cache(maxsize=512)
+def _imports(source: bytes, package: str) -> tuple[str, ...]:
+    """Every dotted name a source imports; `from a import b` may name the module a.b, so both are tried.
+
+    A source that does not parse imports nothing: its bytes are still covered, and loading it says what is wrong.
+    """
+    names: list[str] = []
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(names)

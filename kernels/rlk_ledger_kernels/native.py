@@ -58,7 +58,6 @@ class Verdicts:
     def keep(self, verdict: Verdict) -> None:
         """Remember a verdict and forget the one unused for longest when there are too many."""
         self._by_key[verdict.key] = verdict
-        self._by_key.move_to_end(verdict.key)
         while len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
 

@@ -61,14 +61,23 @@ def test_the_event_of_a_decision_is_the_ledgers_own(tmp_path: Path) -> None:
     json.dumps(msgspec.to_builtins(fields))
 
 
-@pytest.mark.parametrize("module", [BROKEN_IMPORT, INCOMPLETE, NAMELESS], ids=["import", "surface", "nameless"])
-def test_a_backend_that_does_not_load_is_rejected_in_this_case_only(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (BROKEN_IMPORT, "ModuleNotFoundError"),
+        ("def\n", "SyntaxError"),
+        (INCOMPLETE, "lacks twice of the operator's surface"),
+        (NAMELESS, "no module and qualified name"),
+    ],
+)
+def test_a_backend_that_does_not_load_is_rejected_in_this_case_only(tmp_path: Path, module: str, words: str) -> None:
     declared = backend("first", "p", fallback="r"), backend("second", "p"), backend("r", "r")
     with registered(tmp_path, *declared, first=module) as registry:
         with Session(registry=registry) as case:
             bound = case.bind(TWICE)
             assert bound.decision.actual == "second"
             assert "it did not load" in bound.decision.rejected[0].reason
+            assert words in bound.decision.rejected[0].reason
             assert case.bind(TWICE).decision.actual == "second"
             with pytest.raises(DecisionError, match="it did not load") as caught:
                 case.bind(msgspec.structs.replace(TWICE, backend="first"))
