@@ -1,0 +1,180 @@
+"""Claims: the device check runs end to end here, interpreted; a kernel that fails, hangs or breaks its process is a row
+and the rest goes on; what there was no time for is a row that says so; its result is one document of one shape."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import pytest
+from device_check import supervisor, work
+from device_check.clock import Clock
+from device_check.report import Report, Row, counts, file_name, judged, line, table, unmeasured
+from device_check.supervisor import Worker, check
+from device_check.work import SECTIONS, Item, items, run
+
+from rlk_ledger_kernels.suite.catalogue import operators
+
+TOOL = Path(work.__file__).parent
+
+
+def test_the_check_runs_end_to_end_interpreted(tmp_path: Path) -> None:
+    """Every section but the slow ones, of one operator; the document decodes strictly."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(TOOL), "--interpret", "--quiet", "--operators", "embedding", "--json", str(result)]
+    command += ["--sections", "rates", "build", "accuracy", "P12", "native", "torch on the device"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = msgspec.json.decode(result.read_bytes(), type=Report)
+    assert (report.format, report.device, report.interpreted) == (1, "cpu", True)
+    assert {"card", "torch", "triton", "python"} <= report.environment.keys()
+    assert not [row for row in report.rows if row.state in ("failed", "missed")]
+    by_section = {row.section for row in report.rows}
+    assert {"rates", "P12"} <= by_section
+    triton = next(row for row in report.rows if row.section == "P12" and row.name.startswith("triton"))
+    assert (triton.state, triton.bar, triton.ratio is not None) == ("measured", 0.85, True)
+    assert f"written to {result}" in done.stdout
+    assert counts(report.rows) in done.stdout
+
+
+def test_without_a_card_it_says_what_to_do() -> None:
+    bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = bare | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "torch sees no CUDA device; or run it here with --interpret" in done.stderr
+
+
+def test_every_kernel_of_every_operator_is_on_the_list() -> None:
+    build, native = (next(one for one in SECTIONS if one.name == name) for name in ("build", "native"))
+    listed = {item.operator for item in items(build, (), "cuda", "large")}
+    assert listed == {one.name for one in operators().values() if any(b.name == "triton" for b in one.backends)}
+    assert {item.backend for item in items(native, (), "cpu", "large")} == set(work.NATIVE)
+    assert [item.operator for item in items(build, ("swiglu",), "cuda", "large")] == ["swiglu"]
+    assert sum(section.share for section in SECTIONS) == pytest.approx(1.0)
+
+
+def test_a_kernel_that_does_not_build_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = import_module("rlk_ledger_kernels.ops.swiglu.torch")
+    real, calls = backend.swiglu, iter([True])
+
+    def broken(*operands: object) -> object:
+        if next(calls, False):
+            raise RuntimeError("PassManager::run failed\nat line 7")
+        return real(*operands)
+
+    monkeypatch.setattr(backend, "swiglu", broken)
+    found = list(run(Item("accuracy", "swiglu", "torch", "small"), "cpu"))
+    assert [row.state for row in found] == ["failed"] + ["passed"] * (len(found) - 1)
+    assert found[0].detail == "RuntimeError: PassManager::run failed | at line 7"
+    assert len(found) > 1
+
+
+def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("rlk_ledger_kernels.ops.swiglu.torch"), "swiglu", lambda gate, up, contract: gate)
+    found = list(run(Item("torch on the device", "swiglu", "torch", "small"), "cpu"))
+    accuracy = [row for row in found if row.name.endswith("accuracy")]
+    assert accuracy
+    assert {row.state for row in accuracy} == {"failed"}
+    assert "tolerances away" in accuracy[0].detail
+
+
+def worker(code: str) -> Worker:
+    return Worker((sys.executable, "-u", "-c", f"import sys, time\nfor asked in sys.stdin:\n    {code}\n"))
+
+
+ROW_LINE = """print('ROW {"section":"build","name":"one","state":"passed"}')"""
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[Worker]]:
+    started: list[Worker] = []
+    yield started
+    for one in started:
+        one.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "ending"),
+    [
+        (f"print('noise'); {ROW_LINE}; print('DONE')", 60.0, None),
+        (f"{ROW_LINE}; print('BROKEN AcceleratorError: illegal memory access')", 60.0, "illegal memory access"),
+        (f"{ROW_LINE}; sys.stderr.write('out of memory'); sys.exit(9)", 60.0, "ended with 9: out of memory"),
+        (f"{ROW_LINE}; time.sleep(600)", 1.0, "no answer within 1 s"),
+    ],
+    ids=["well", "broken device", "dead process", "hanging"],
+)
+def test_rows_survive_whatever_becomes_of_their_worker(
+    stopped: list[Worker], code: str, limit_s: float, ending: str | None
+) -> None:
+    stopped.append(worker(code))
+    answers = list(stopped[0].do(Item("build", "swiglu", "triton"), limit_s if ending is None else max(limit_s, 3.0)))
+    assert answers[0] == Row(section="build", name="one", state="passed")
+    assert len(answers) == (1 if ending is None else 2)
+    assert ending is None or ending.replace("1 s", "3 s") in str(answers[1])
+
+
+def test_after_a_dead_worker_the_next_item_gets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, ...]] = []
+
+    class Dying:
+        def __init__(self, command: tuple[str, ...]) -> None:
+            made.append(command)
+
+        def do(self, item: Item, limit_s: float) -> Iterator[Row | str]:
+            yield "the process ended with -11: nothing on its standard error"
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(supervisor, "Worker", Dying)
+    told: list[Row] = []
+    rows = check("cpu", "small", ("swiglu", "rms_norm"), ("build",), 100.0, told.append)
+    assert rows == told
+    assert [row.state for row in rows] == ["failed"] * len(rows)
+    assert len(made) == len(rows) >= 2
+    assert rows[0].detail.startswith("the process ended with -11")
+
+
+def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = check("cpu", "small", (), (), -1.0, lambda row: None)
+    assert {row.state for row in rows} == {"not measured"}
+    assert {row.section for row in rows} == {section.name for section in SECTIONS}
+    assert {row.detail for row in rows} == {"the section's time was used up"}
+
+
+def test_a_bar_is_judged_only_where_time_means_something() -> None:
+    assert judged("P13", "gemm", 0.71, 0.70, timed=True).state == "met"
+    assert judged("P13", "gemm", 0.69, 0.70, timed=True).state == "missed"
+    assert judged("P13", "gemm", 0.71, 0.70, timed=False).state == "measured"
+    assert unmeasured("P12", "Liger", ModuleNotFoundError("no", name="liger_kernel")).state == "not measured"
+    assert unmeasured("P12", "ours", ModuleNotFoundError("no", name="rlk_ledger_kernels.ops.x")).state == "failed"
+    assert not Clock("cpu").timed
+
+
+def test_the_table_names_every_row_and_the_file_its_card() -> None:
+    rows = (
+        judged("P12", "triton", 0.9, 0.85, timed=True, value=0.3, unit="ms"),
+        Row(section="a", name="b", state="failed"),
+    )
+    facts = {"card": "NVIDIA H200", "driver": "570.86.15"}
+    report = Report(format=1, device="cuda", interpreted=False, environment=facts, budget_s=225, seconds=180, rows=rows)
+    shown = table(report)
+    assert all(line(row) in shown for row in rows)
+    assert shown.endswith("1 failed, 1 met in 180 of 225 s")
+    assert file_name(facts) == "nvidia-h200-570.86.15.json"
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(msgspec.json.encode(report)[:-1] + b',"more":1}', type=Report)
+
+
+def test_the_clock_takes_the_median_of_what_it_ran() -> None:
+    calls: list[float] = []
+    ms = Clock("cpu", repetitions=5, budget_s=60.0).median_ms(lambda: calls.append(time.perf_counter()))
+    assert len(calls) == 6
+    assert ms >= 0.0
