@@ -17,8 +17,9 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 INTERPRETED = tl.constexpr(interpreted())
 """Fixed when this module is imported, as Triton's own choice is."""
 
-_TILE_ELEMENTS = 4096
-"""Elements of one operand a program of four warps holds: 32 to a thread, loaded 16 bytes at a time."""
+_TILE_ELEMENTS = 16384 if interpreted() else 4096
+"""Elements of one operand a program of four warps holds: 32 to a thread, loaded 16 bytes at a time. The interpreter takes
+about as long for a large tile as for a small one; no row's bits depend on how many rows share its tile."""
 
 
 @triton.jit

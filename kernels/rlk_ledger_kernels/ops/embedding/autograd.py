@@ -24,5 +24,5 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(module: ModuleType, ids_N: torch.Tensor, table_VH: torch.Tensor) -> torch.Tensor:
     """`module.embedding`, differentiable in the table by `module.embedding_backward`."""
-    result: torch.Tensor = _Embedding.apply(module, ids_N, table_VH)
+    result: torch.Tensor = _Embedding.apply(module, ids_N, table_VH)  # type: ignore[no-untyped-call]
     return result

@@ -44,4 +44,5 @@ def policy_terms(
 
     The rollout's log-probability and the advantage are constants of the loss and get no gradient.
     """
-    return PolicyTerms(*_PolicyTerms.apply(module, training_N, rollout_N.detach(), advantage_N.detach(), contract))
+    fixed = (rollout_N.detach(), advantage_N.detach(), contract)
+    return PolicyTerms(*_PolicyTerms.apply(module, training_N, *fixed))  # type: ignore[no-untyped-call]

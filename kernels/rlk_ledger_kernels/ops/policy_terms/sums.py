@@ -24,7 +24,15 @@ class PolicySums(NamedTuple):
 
     def merged(self, other: PolicySums) -> PolicySums:
         """Both parts together; the same bits in any order."""
-        return PolicySums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return PolicySums(
+            self.ratio + other.ratio,
+            self.k1 + other.k1,
+            self.k2 + other.k2,
+            self.k3 + other.k3,
+            self.surrogate + other.surrogate,
+            self.clamped + other.clamped,
+            self.outside + other.outside,
+        )
 
 
 def policy_sums(masked_mean: ModuleType, terms: PolicyTerms, mask_N: torch.Tensor) -> PolicySums:
@@ -33,5 +41,7 @@ def policy_sums(masked_mean: ModuleType, terms: PolicyTerms, mask_N: torch.Tenso
     mask_N: bool or 0/1 [N]. The mean of a term is `.mean` of its sum, over the global count of active tokens.
     """
     active_N = mask_N.to(torch.bool)
-    sums = (masked_mean.masked_sum(term_N, active_N) for term_N in terms[:5])
-    return PolicySums(*sums, int((terms.clamped_N & active_N).sum()), int((terms.outside_N & active_N).sum()))
+    sums: list[MaskedSum] = [masked_mean.masked_sum(term_N, active_N) for term_N in terms[:5]]
+    ratio, k1, k2, k3, surrogate = sums
+    flags = (int((flag_N & active_N).sum()) for flag_N in (terms.clamped_N, terms.outside_N))
+    return PolicySums(ratio, k1, k2, k3, surrogate, *flags)

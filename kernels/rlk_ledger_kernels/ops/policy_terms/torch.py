@@ -45,7 +45,8 @@ def policy_terms(
     surrogate_N = torch.where(_clips(r.ratio_N, advantage_N, contract), clipped_N, r.ratio_N * advantage_N)
     wide = (r.ratio_N, -r.d_N, r.d_N * r.d_N * 0.5, r.k3_N, surrogate_N)
     outside_N = (r.ratio_N < low) | (r.ratio_N > high)
-    return PolicyTerms(*(term_N.to(torch.float32) for term_N in wide), r.d_N.abs() > contract.clamp, outside_N)
+    ratio_N, k1_N, k2_N, k3_N, rounded_N = (term_N.to(torch.float32) for term_N in wide)
+    return PolicyTerms(ratio_N, k1_N, k2_N, k3_N, rounded_N, r.d_N.abs() > contract.clamp, outside_N)
 
 
 def policy_terms_backward(

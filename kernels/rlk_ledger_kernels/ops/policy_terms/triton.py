@@ -164,8 +164,9 @@ def policy_terms_backward(
     tokens = len(training_N)
     given = [term for term, grad_N in enumerate(grads) if grad_N is not None]
     grads_5N = torch.zeros((5, tokens), dtype=torch.float64, device=training_N.device)
-    for term in given:
-        grads_5N[term] = grads[term]
+    for term, grad_N in enumerate(grads):
+        if grad_N is not None:
+            grads_5N[term] = grad_N
     out_N = torch.zeros(tokens, dtype=torch.float64, device=training_N.device)
     if tokens:
         _backward_kernel[(triton.cdiv(tokens, _BLOCK),)](

@@ -51,7 +51,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def rms_norm(module: ModuleType, x: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract) -> torch.Tensor:
     """`module.rms_norm`, differentiable in x and weight by `module.rms_norm_backward`."""
-    result: torch.Tensor = _RmsNorm.apply(module, x, weight, contract)
+    result: torch.Tensor = _RmsNorm.apply(module, x, weight, contract)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -59,5 +59,5 @@ def add_rms_norm(
     module: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`module.add_rms_norm`, differentiable in x, residual and weight by `module.add_rms_norm_backward`."""
-    result: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(module, x, residual, weight, contract)
+    result: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(module, x, residual, weight, contract)  # type: ignore[no-untyped-call]
     return result

@@ -3,8 +3,8 @@
 A tile is [ROWS, COLUMNS] with COLUMNS the power of two above the width (at most 32,768) and ROWS chosen by the width
 alone, so narrow rows (qk-norm) share a program and no sum depends on the batch. Square sums add the tile's columns in
 one reduction whose shape the width fixes; the schedule's leaves belong to the torch backend.
-The backward pass gives each program `FAN_IN` tokens of one run of heads: it walks them in order, so its weight
-gradient is one node of the tree in `token_sum`, which adds the rest.
+The backward pass gives each program `FAN_IN` tokens of one head, the same ones whatever the batch holds besides: its
+weight gradient adds them tile by tile and is one node of the tree in `token_sum`, which adds the rest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _backward_kernel(
     eps,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
     NORMALISES_ROUNDED: tl.constexpr,
@@ -84,34 +84,35 @@ def _backward_kernel(
     GRAD_X: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
-    real = (head < heads)[:, None] & (column < WIDTH)[None, :]
-    in_token = head[:, None] * WIDTH + column[None, :]
-    weight = tl.load(weight_ptr + in_token, mask=real, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros((HEADS, COLUMNS), tl.float32)
-    for step in range(TOKENS):
-        token = block * TOKENS + step
-        inside = real & (token + tl.zeros((HEADS,), tl.int64) < tokens)[:, None]
-        at = token * heads * WIDTH + in_token
+    real = column < WIDTH
+    weight = tl.load(weight_ptr + head * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    grad_weight = tl.zeros((COLUMNS,), tl.float32)
+    width = tl.full((TILE,), WIDTH, tl.float32)
+    one = tl.full((TILE,), 1.0, tl.float32)
+    for start in range(0, TOKENS, TILE):
+        token = block * TOKENS + start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & real[None, :]
+        at = ((token * heads + head) * WIDTH)[:, None] + column[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if ADD:
             x = x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
             if NORMALISES_ROUNDED:
                 x = rounded_through(x, SUM)
-        mean = tl.div_rn(tl.sum(x * x, axis=1), tl.full((HEADS,), WIDTH, tl.float32))
+        mean = tl.div_rn(tl.sum(x * x, axis=1), width)
         # A row outside has mean 0 and, with eps 0, an infinite scale: its weight gradient is masked below.
-        scale = tl.div_rn(tl.full((HEADS,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+        scale = tl.div_rn(one, tl.sqrt_rn(mean + eps))
         normal = x * scale[:, None]
         weighted = grad * weight
-        slope = tl.div_rn(tl.sum(weighted * normal, axis=1), tl.full((HEADS,), WIDTH, tl.float32))
+        slope = tl.div_rn(tl.sum(weighted * normal, axis=1), width)
         grad_x = (weighted - normal * slope[:, None]) * scale[:, None]
         if ADD:
             grad_x = grad_x + tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_x_ptr + at, round_to(grad_x, GRAD_X), mask=inside)
-        grad_weight = grad_weight + tl.where(inside, grad * normal, 0.0)
-    tl.store(partial_ptr + block * heads * WIDTH + in_token, grad_weight, mask=real)
+        grad_weight += tl.sum(tl.where(inside, grad * normal, 0.0), axis=0)
+    tl.store(partial_ptr + (block * heads + head) * WIDTH + column, grad_weight, mask=real)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, contract: RmsNormContract) -> torch.Tensor:
@@ -205,10 +206,10 @@ def _backward(
     x, grad = x.contiguous(), grad.contiguous()
     grad_x = torch.empty_like(x)
     partial_BW = torch.zeros((blocks, weight.numel()), dtype=torch.float32, device=x.device)
-    tile_heads, columns = row_tile(width, _WIDEST)
-    tile_heads = min(tile_heads, triton.next_power_of_2(heads))
+    tile_rows, columns = row_tile(width, _WIDEST)
+    tile = min(tile_rows, FAN_IN)
     if tokens:
-        _backward_kernel[(blocks, triton.cdiv(heads, tile_heads))](
+        _backward_kernel[(blocks, heads)](
             grad,
             grad if grad_sum is None else grad_sum.contiguous(),
             x,
@@ -221,13 +222,13 @@ def _backward(
             contract.eps,
             WIDTH=width,
             TOKENS=FAN_IN,
-            HEADS=tile_heads,
+            TILE=tile,
             COLUMNS=columns,
             ADD=residual is not None,
             NORMALISES_ROUNDED=contract.normalises == "rounded",
             SUM=TRITON_DTYPES[torch_dtype(contract.residual_dtype)],
             GRAD_X=TRITON_DTYPES[x.dtype],
-            num_warps=warps(tile_heads, columns),
+            num_warps=warps(tile, columns),
             enable_fp_fusion=False,
         )
     return grad_x, token_sum(partial_BW).reshape(weight.shape)

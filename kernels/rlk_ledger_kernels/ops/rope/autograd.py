@@ -27,5 +27,5 @@ class _Rope(torch.autograd.Function):
 
 def rope(module: ModuleType, x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract) -> torch.Tensor:
     """`module.rope`, differentiable in x by `module.rope_backward`."""
-    result: torch.Tensor = _Rope.apply(module, x_NHD, rows, contract)
+    result: torch.Tensor = _Rope.apply(module, x_NHD, rows, contract)  # type: ignore[no-untyped-call]
     return result

@@ -34,7 +34,7 @@ def _rotate(x_NHD: torch.Tensor, rows: RopeTable, contract: RopeContract, invers
     if contract.style == "half":
         partner = torch.cat((part[..., turned // 2 :], part[..., : turned // 2]), dim=-1)
     else:
-        partner = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partner = part.reshape(*part.shape[:-1], turned // 2, 2).flip(-1).flatten(-2)
     cos_N1D = rows.cos_PD.to(dtype)[:, None, :]
     sin_N1D = rows.sin_PD.to(dtype)[:, None, :]
     turned_part = (part * cos_N1D).add_(partner.mul_(-sin_N1D if inverse else sin_N1D))

@@ -28,5 +28,5 @@ class _Swiglu(torch.autograd.Function):
 
 def swiglu(module: ModuleType, gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> torch.Tensor:
     """`module.swiglu`, differentiable in gate and up by `module.swiglu_backward`."""
-    result: torch.Tensor = _Swiglu.apply(module, gate, up, contract)
+    result: torch.Tensor = _Swiglu.apply(module, gate, up, contract)  # type: ignore[no-untyped-call]
     return result
