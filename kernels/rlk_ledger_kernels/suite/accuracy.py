@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.suite.case import Case, MaskedCase, SequenceCase, moved
 from rlk_ledger_kernels.suite.catalogue import operators
 from rlk_ledger_kernels.suite.layouts import lengths_of, whole
+from rlk_ledger_kernels.suite.quiet import quiet
 from rlk_ledger_schemas.tolerances import Tolerance, tolerance
 
 
@@ -64,7 +64,7 @@ def allowed(case: Case) -> Tolerance:
     return tolerance(op_class, case.dtype)
 
 
-@np.errstate(all="ignore")  # what a GPU computes in silence, Triton's interpreter has numpy warn of
+@quiet()
 def outputs(case: Case, module: ModuleType) -> torch.Tensor:
     """What a backend gives for a whole case: [N, ...], sequences one after the other, each prefilled whole."""
     if isinstance(case, SequenceCase):
@@ -74,7 +74,7 @@ def outputs(case: Case, module: ModuleType) -> torch.Tensor:
     return case.run(module, case.rows)
 
 
-@np.errstate(all="ignore")
+@quiet()
 def gradients(case: Case, module: ModuleType) -> torch.Tensor | None:
     """What a backend gives for the gradients of a whole case, [N, ...]; None where the case has none."""
     if isinstance(case, MaskedCase) or case.gradient is None:

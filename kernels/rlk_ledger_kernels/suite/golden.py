@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from rlk_ledger_kernels.bits import bits
 from rlk_ledger_kernels.fingerprint import installed
 from rlk_ledger_kernels.suite.accuracy import gradients, outputs
 from rlk_ledger_kernels.suite.case import Case, moved
+from rlk_ledger_kernels.suite.quiet import quiet
 
 RECORDED = Path(__file__).parent / "recorded"
 """One file a device class, `<class>.json`: operator -> backend -> case -> digest."""
@@ -48,7 +48,7 @@ def device_class(device: str, needs: tuple[str, ...] = ()) -> str:
     return _file_name("-".join(["cpu", *processor, *others]))
 
 
-@np.errstate(all="ignore")
+@quiet()
 def fingerprint(case: Case, module: ModuleType, device: str = "cpu") -> str:
     """`sha256:` over shape, dtype and bits of what a backend gives for a case, and of its gradient where it has one."""
     case = moved(case, device)

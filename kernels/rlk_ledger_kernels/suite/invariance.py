@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-import numpy as np
 import torch
 
 from rlk_ledger_kernels.bits import bits, same_bits
@@ -28,6 +27,7 @@ from rlk_ledger_kernels.suite.layouts import (
     sequence_layouts,
     whole,
 )
+from rlk_ledger_kernels.suite.quiet import quiet
 
 Pass = Literal["forward", "backward"]
 
@@ -58,7 +58,7 @@ class Mismatch:
         )
 
 
-@np.errstate(all="ignore")  # what a GPU computes in silence, Triton's interpreter has numpy warn of
+@quiet()
 def check(
     case: Case,
     module: ModuleType,
