@@ -226,10 +226,11 @@ def _separate_experts(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) 
         if experts is None or gate_up_EJH is None or down_EHI is None or not gate_up_EJH.dim() == down_EHI.dim() == 3:
             continue
         del separate[f"{at}.gate_up_proj"], separate[f"{at}.down_proj"]
-        for expert, (gate_up_JH, down_HI) in enumerate(zip(gate_up_EJH, down_EHI)):
+        for expert, gate_up_JH in enumerate(gate_up_EJH):
             half = gate_up_JH.shape[0] // 2
             separate[f"{at}.{expert}.gate_proj.weight"] = gate_up_JH[:half]
             separate[f"{at}.{expert}.up_proj.weight"] = gate_up_JH[half:]
+        for expert, down_HI in enumerate(down_EHI):
             separate[f"{at}.{expert}.down_proj.weight"] = down_HI
     return separate
 

@@ -38,16 +38,25 @@ import importlib, json, sys
 module = importlib.import_module(sys.argv[1])
 print("\\n" + json.dumps({"version": str(getattr(module, "__version__", "of unknown version"))}))
 """
+_KERNELS = """
+import json, torch
+from rlk_ledger_kernels.capabilities import capabilities
+device = "cuda" if torch.cuda.is_available() else "cpu"
+found = [[one.operator, one.backend, one.runs, one.reason, one.enable, one.ran]
+         for one in capabilities(device)]
+print("\\n" + json.dumps({"device": device, "found": found}))
+"""
 
 
 def checks() -> Iterator[Check]:
-    """The reference decoder and its arms, then each live engine."""
+    """The reference decoder, its arms and its kernels, then each live engine."""
     try:
         pythons = parse_pythons(())
     except UsageError as error:
         yield Check("scorer interpreters", "fail", str(error), "set RLK_SCORER_PYTHON right, or unset it")
         return
     yield from reference(pythons["reference"])
+    yield kernels(pythons["reference"])
     for name, spec in ENGINES.items():
         if name != "reference":
             yield live(spec, pythons[name])
@@ -72,6 +81,31 @@ def reference(python: str, timeout_s: float = TIMEOUT_S) -> Iterator[Check]:
         return
     yield Check("torch", "ok", f"torch {seen['version']} multiplied on {devices}")
     yield Check("replay arms", "ok", f"{arms} by the reference decoder")
+
+
+def kernels(python: str, timeout_s: float = TIMEOUT_S) -> Check:
+    """Which backends of the deterministic operators ran a case here, and what would enable the others."""
+    seen, why = _asked(python, ["-c", _KERNELS], timeout_s)
+    name = "kernel backends"
+    if seen is None:
+        state: State = "unknown" if why.startswith("no answer") else "note"
+        return Check(name, state, f"no operator was run: {why}", 'pip install "rlk-ledger[replay]"')
+    backends: dict[str, list[list[Any]]] = {}
+    for row in seen["found"]:
+        backends.setdefault(str(row[1]), []).append(row)
+    ran, absent, enable = [], [], {}
+    for backend, rows in backends.items():
+        count = sum(bool(row[2]) for row in rows)
+        failed = next((row for row in rows if row[5] and not row[2]), None)
+        if count:
+            ran.append(f"{backend} ran {count} of {len(rows)} operators")
+        else:
+            absent.append(f"{backend} ({rows[0][3]})")
+            enable[backend] = str(rows[0][4])
+        if failed is not None and backend in ("torch", "reference"):
+            return Check(name, "fail", f"{backend} does not run {failed[0]} on {seen['device']}: {failed[3]}")
+    text = f"on {seen['device']}: {', '.join(ran)}" + (f"; not here: {', '.join(absent)}" if absent else "")
+    return Check(name, "ok", text, "; ".join(f"{one}: {how}" for one, how in enable.items() if how) or None)
 
 
 def live(spec: EngineSpec, python: str, timeout_s: float = TIMEOUT_S) -> Check:

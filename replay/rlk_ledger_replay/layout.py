@@ -97,7 +97,7 @@ def check_layout(layout: Layout, config: ModelConfig, numerics: Numerics) -> Non
         widths["down_proj of an expert"] = config.experts.intermediate
     for name, width in widths.items():
         try:
-            shard_span(width, numerics.schedule.k_leaf, tp, 0)
+            shard_span(width, numerics.leaves().linear, tp, 0)
         except ContractError as error:
             raise ContractError(f"layout.tp is {tp}, {name}: {error}") from None
 

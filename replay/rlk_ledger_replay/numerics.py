@@ -23,10 +23,6 @@ from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_replay.checkpoint import ModelConfig
 
-NORM_LEAF = 16
-HEAD_LEAF = 32
-"""Longest leaves of sums that decide much and cost little: a norm scales a whole row, a logit is part of the result."""
-
 
 @dataclass(frozen=True)
 class Leaves:
@@ -35,6 +31,12 @@ class Leaves:
     linear: int
     norm: int
     head: int
+
+
+FLOAT32_LEAVES = Leaves(linear=64, norm=16, head=32)
+"""No leaf of a float32 decoder is longer: with leaves of 128 throughout it was half as far again from a float64 model.
+A norm scales a whole row and a logit is part of the result, so these two are worth the most. In narrower dtypes the
+rounding to them outweighs the order of a sum by far, and long leaves are faster."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Numerics:
     swiglu: `activation` rounds silu(gate) before the product, `product` only after it.
     router: dtype of a router's logits; its softmax and weights are float32 until the weights are rounded to `compute`.
     temperature, logprob_mode: `processed` scores softmax(logits / temperature), `raw` ignores temperature.
-    schedule: the order of every sum; norms and the head take shorter leaves, see `leaves`.
+    schedule: the order of every sum; in float32 some leaves are shorter, see `leaves`.
     """
 
     compute: DType = "float32"
@@ -61,12 +63,15 @@ class Numerics:
     router: DType | None = None
     temperature: float = 1.0
     logprob_mode: Literal["raw", "processed"] = "processed"
-    schedule: Schedule = field(default_factory=lambda: Schedule(k_leaf=64))
+    schedule: Schedule = field(default_factory=Schedule)
 
     def leaves(self) -> Leaves:
-        """The longest leaf of each kind of contraction."""
+        """The longest leaf of each kind of contraction: the schedule's, in float32 at most FLOAT32_LEAVES."""
         k_leaf = self.schedule.k_leaf
-        return Leaves(linear=k_leaf, norm=min(k_leaf, NORM_LEAF), head=min(k_leaf, HEAD_LEAF))
+        if self.compute != "float32":
+            return Leaves(k_leaf, k_leaf, k_leaf)
+        most = FLOAT32_LEAVES
+        return Leaves(min(k_leaf, most.linear), min(k_leaf, most.norm), min(k_leaf, most.head))
 
     def _with_leaf(self, k_leaf: int) -> Schedule:
         return replace(self.schedule, k_leaf=k_leaf)
@@ -86,7 +91,8 @@ class Numerics:
 
     def linear_contract(self) -> LinearContract:
         """The projections of every layer."""
-        return LinearContract(output=self.compute, operands=self.compute, schedule=self.schedule)
+        schedule = self._with_leaf(self.leaves().linear)
+        return LinearContract(output=self.compute, operands=self.compute, schedule=schedule)
 
     def rms_norm_contract(self, eps: float) -> RmsNormContract:
         """All norms, qk-norm included."""
@@ -120,7 +126,7 @@ class Numerics:
 
     def router_logits_contract(self) -> LinearContract:
         """The product that gives a router's logits."""
-        return LinearContract(output=self.router or self.compute, operands=self.compute, schedule=self.schedule)
+        return replace(self.linear_contract(), output=self.router or self.compute)
 
     def router_contract(self, top_k: int, renormalise: bool) -> MoeRouterContract:
         """The choice of experts and their weights. renormalise: whether the weights of the chosen ones sum to one."""
@@ -134,7 +140,10 @@ class Numerics:
     def experts_contract(self) -> GroupedExpertsContract:
         """The experts of a mixture."""
         return GroupedExpertsContract(
-            output=self.compute, operands=self.compute, materialise=self.swiglu, schedule=self.schedule
+            output=self.compute,
+            operands=self.compute,
+            materialise=self.swiglu,
+            schedule=self._with_leaf(self.leaves().linear),
         )
 
     def logprob_contract(self) -> LogprobContract:
