@@ -7,7 +7,7 @@ import pytest
 
 from rlk_ledger_replay import doctor_checks
 from rlk_ledger_replay.arms import ARMS
-from rlk_ledger_replay.doctor_checks import checks, live, reference
+from rlk_ledger_replay.doctor_checks import checks, kernels, live, reference
 from rlk_ledger_replay.scorers.engines import ENGINES
 
 
@@ -41,6 +41,27 @@ def test_a_device_on_which_the_operator_fails_fails(tmp_path: Path) -> None:
     assert [check.state for check in reference(none)] == ["fail", "fail"]
 
 
+def test_kernel_backends_are_those_that_ran_a_case() -> None:
+    found = kernels(sys.executable)
+    assert found.state == "ok", found.text
+    assert "on cpu: " in found.text
+    assert "torch ran" in found.text
+    assert "not here:" in found.text
+    assert "flashinfer (it is made for cuda, not for cpu)" in found.text
+    assert "flashinfer: pip install flashinfer-python" in str(found.advice)
+
+
+def test_a_kernel_that_ran_wrong_fails_and_one_that_is_absent_does_not(tmp_path: Path) -> None:
+    told = '{"device": "cpu", "found": [["rope", "torch", false, "RuntimeError: no", "", "a case"]]}'
+    found = kernels(interpreter(tmp_path, f"echo '{told}'"))
+    assert (found.state, found.text) == ("fail", "torch does not run rope on cpu: RuntimeError: no")
+    rows = '["rope", "torch", true, "it ran", "", "a case"], ["rope", "x", false, "no", "buy", ""]'
+    told = f'{{"device": "cuda", "found": [{rows}]}}'
+    found = kernels(interpreter(tmp_path, f"echo '{told}'"))
+    assert found.text == "on cuda: torch ran 1 of 1 operators; not here: x (no)"
+    assert (found.state, found.advice) == ("ok", "x: buy")
+
+
 def test_an_engine_that_can_be_imported_is_not_said_to_work() -> None:
     found = live(ENGINES["transformers"], sys.executable)
     assert (found.state, "is importable, not run" in found.text) == ("note", True)
@@ -60,6 +81,7 @@ def test_an_import_that_hangs_is_unknown(tmp_path: Path) -> None:
     hanging = interpreter(tmp_path, "exec sleep 60")
     assert live(ENGINES["megatron"], hanging, timeout_s=0.1).state == "unknown"
     assert [check.state for check in reference(hanging, timeout_s=0.1)] == ["unknown", "unknown"]
+    assert kernels(hanging, timeout_s=0.1).state == "unknown"
 
 
 def test_the_interpreters_of_the_environment_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +89,7 @@ def test_the_interpreters_of_the_environment_are_asked(tmp_path: Path, monkeypat
     monkeypatch.setenv("RLK_SCORER_PYTHON", bare)
     found = list(checks())
     assert {check.name for check in found} == {
-        *("torch", "replay arms", "scorer vllm", "scorer megatron", "scorer transformers")
+        *("torch", "replay arms", "kernel backends", "scorer vllm", "scorer megatron", "scorer transformers")
     }
     assert all("nothing of the kind" in check.text or check.name == "replay arms" for check in found)
     monkeypatch.setenv("RLK_SCORER_PYTHON", "no-engine=/bin/true")
