@@ -11,6 +11,17 @@ OPERATOR = Operator(
     surface=("attention", "attention_partials", "merge_partials", "attention_backward"),
     backends=(
         Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp", "cp"),
+            shapes=(("head_dim", 1, 256),),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
             name="torch",
             bucket="contract_preserving",
             devices=("cpu", "cuda"),

@@ -27,6 +27,7 @@ class Launch:
 
 
 _launches: WeakKeyDictionary[AttentionPlan, dict[int, Launch]] = WeakKeyDictionary()
+_key_tiles: WeakKeyDictionary[AttentionPlan, torch.Tensor] = WeakKeyDictionary()
 _places: WeakKeyDictionary[AttentionPlan, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
 
@@ -52,6 +53,19 @@ def _build(plan: AttentionPlan, queries: int) -> Launch:
     return Launch(
         torch.from_numpy(tile_T4.astype(np.int32)).to(device), torch.from_numpy(pages_P.astype(np.int32)).to(device)
     )
+
+
+def key_tiles(plan: AttentionPlan) -> torch.Tensor:
+    """Rows of (packed row of the sequence's start, its length, logical block, cache block) for every written block."""
+    if plan not in _key_tiles:
+        tiles, row = [], 0
+        for chunk in plan.chunks:
+            count = (chunk.count - 1) // plan.kv_block + 1
+            page_B = np.asarray(chunk.blocks, dtype=np.int64)[:count]
+            tiles.append(np.stack((np.full(count, row), np.full(count, chunk.count), np.arange(count), page_B), axis=1))
+            row += chunk.count
+        _key_tiles[plan] = torch.from_numpy(np.concatenate(tiles).astype(np.int32)).to(plan.gather_R.device)
+    return _key_tiles[plan]
 
 
 def places(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

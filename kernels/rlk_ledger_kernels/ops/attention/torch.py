@@ -17,6 +17,7 @@ from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.operands import check, check_whole
 from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, collected, entries, visits
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Pairs, Step, key_places
+from rlk_ledger_kernels.ops.linear.torch import row_sum
 from rlk_ledger_kernels.precision import exact_products
 from rlk_ledger_kernels.schedule import ALIGNMENT, MAX_LEAF
 
@@ -107,7 +108,8 @@ def attention_backward(
     check_whole(plan)
     q_TKMD, kv_heads = _tiled_queries(q_NHD, cache, plan, contract), cache.keys.shape[1]
     grad_NHD, grad_lse_NH = grad_NHD.to(torch.float32), grad_lse_NH.to(torch.float32)
-    slope_NH1 = (grad_lse_NH - (grad_NHD * out_NHD).sum(-1))[..., None]
+    dots_R = row_sum((grad_NHD * out_NHD).reshape(-1, cache.head_dim), contract.schedule)
+    slope_NH1 = (grad_lse_NH - dots_R.view(grad_lse_NH.shape))[..., None]
     # A row that saw nothing has lse = -inf and gets weights exp(-inf) = 0.
     lse_NH1 = lse_NH.masked_fill(lse_NH == _MINUS_INFINITY, float("inf"))[..., None]
     grad_TKMD, slope_TKM1, lse_TKM1 = (_by_tile(x, plan, kv_heads) for x in (grad_NHD, slope_NH1, lse_NH1))

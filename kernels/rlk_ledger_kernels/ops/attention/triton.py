@@ -19,92 +19,15 @@ from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.launch import launch, places, visit_lists
-from rlk_ledger_kernels.ops.attention.operands import check
+from rlk_ledger_kernels.ops.attention.operands import check, check_whole
 from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, collected, entries
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
-from rlk_ledger_kernels.triton_language import INTERPRETED, TRITON_DTYPES, round_to
+from rlk_ledger_kernels.ops.attention.triton_backward import run_backward
+from rlk_ledger_kernels.ops.attention.triton_block import finished, merged, reduced_block
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to
 
 _SHARED_MEMORY = 200 * 1024
 """Bytes of a Hopper multiprocessor that a program plans with."""
-
-
-@triton.jit
-def product(a, b):
-    """a b in float32: no TF32, and operands that the interpreter cannot multiply are widened, which is exact."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def block_scores(q, k, scale, SCALE_SCORE: tl.constexpr):
-    """Scaled scores of one block, float32 [rows, kv_block]."""
-    scores = product(q, k)
-    if SCALE_SCORE:
-        scores = scores * scale
-    return scores
-
-
-@triton.jit
-def visible(position, key, WINDOW: tl.constexpr):
-    """Which keys a query sees; WINDOW 0 is no window."""
-    seen = key[None, :] <= position[:, None]
-    if WINDOW > 0:
-        seen = seen & (key[None, :] > position[:, None] - WINDOW)
-    return seen
-
-
-@triton.jit
-def reduced_block(
-    q, k, v, position, first_key, scale, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SCALE_SCORE: tl.constexpr,
-    WEIGHTS: tl.constexpr, PV: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """(m, l, o) of one block under its own maximum."""
-    scores = block_scores(q, k, scale, SCALE_SCORE)
-    if MASKED:
-        key = first_key + tl.arange(0, KV_BLOCK)
-        scores = tl.where(visible(position, key, WINDOW), scores, float("-inf"))
-    m = tl.max(scores, axis=1)
-    base = tl.where(m == float("-inf"), 0.0, m)
-    weights = round_to(tl.exp(scores - base[:, None]), WEIGHTS)
-    total = tl.sum(weights.to(tl.float32), axis=1)
-    weights = weights.to(PV)
-    if MASKED:
-        # A masked key weighs 0, but 0 times a value that is not finite is NaN: such values are taken out of the
-        # product and reach only the rows that see them.
-        bad = (tl.abs(v.to(tl.float32)) <= 3.4028234663852886e38) == 0
-        if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
-            weighed = tl.where(weights.to(tl.float32) > 0, 1.0, 0.0).to(PV)
-            seen = product(weighed, tl.where(bad, 1.0, 0.0).to(PV))
-            out = tl.where(seen > 0, float("nan"), product(weights, tl.where(bad, 0.0, v).to(PV)))
-        else:
-            out = product(weights, v)
-    else:
-        out = product(weights, v)
-    return m, total, out
-
-
-@triton.jit
-def merged(m, total, out, m_block, total_block, out_block):
-    """The running (m, l, o) with one more block in it."""
-    new = tl.maximum(m, m_block)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    kept = tl.exp(m - base)
-    added = tl.exp(m_block - base)
-    total = tl.fma(total, kept, total_block * added)
-    out = tl.fma(out, tl.broadcast_to(kept[:, None], out.shape), out_block * added[:, None])
-    return new, total, out
-
-
-@triton.jit
-def finished(m, total, out):
-    """Output and log-sum-exp; a row that sees nothing is zero and minus infinity. Adding 0 makes a zero positive."""
-    nothing = total == 0.0
-    safe = tl.where(nothing, 1.0, total)
-    lse = tl.where(nothing, float("-inf"), m + tl.log(safe))
-    divisor = tl.broadcast_to(safe[:, None], out.shape)
-    return tl.div_rn(out, divisor) + 0.0, lse
 
 
 @triton.jit
@@ -283,17 +206,16 @@ def attention(
     """
     check(q_NHD, cache, plan, contract)
     rows, heads, head_dim = q_NHD.shape
-    group = heads // cache.keys.shape[1]
-    tile_rows, packed = _rows(head_dim), min(triton.next_power_of_2(group), _rows(head_dim))
-    runs = -(-group // packed)
-    work = launch(plan, tile_rows // packed)
+    packing = _packing(heads // cache.keys.shape[1], head_dim)
+    work = launch(plan, _rows(head_dim) // packing["PACKED"])
     out_NHD = torch.zeros_like(q_NHD, dtype=torch_dtype(contract.output), memory_format=torch.contiguous_format)
     lse_NH = q_NHD.new_zeros((rows, heads), dtype=torch.float32)
-    _forward_kernel[(len(work.tiles_T4), cache.keys.shape[1] * runs)](
+    _forward_kernel[(len(work.tiles_T4), cache.keys.shape[1] * packing["RUNS"])](
         q_NHD.contiguous(), cache.keys, cache.values, work.pages_P, work.tiles_T4, out_NHD, lse_NH, heads,
         contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
-        GROUP=group, PACKED=packed, RUNS=runs, REVERSE=contract.schedule.kv_order == "reverse",
-        OUTPUT=TRITON_DTYPES[out_NHD.dtype], **settings(q_NHD.dtype, cache, contract),
+        **packing, REVERSE=contract.schedule.kv_order == "reverse",
+        OUTPUT=TRITON_DTYPES[out_NHD.dtype], WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)],
+        **settings(q_NHD.dtype, cache, contract),
     )  # fmt: skip
     return out_NHD, lse_NH
 
@@ -316,7 +238,8 @@ def attention_partials(
         _partials_kernel[(len(tile_E), kv_heads, -(-m_EKM.shape[2] // _rows(head_dim)))](
             q_NHD.contiguous(), cache.keys, cache.values, launch(plan, 1).pages_P, *on_device, *places(plan),
             m_EKM, l_EKM, o_EKMD, heads, contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
-            GROUP=group, Q_TILE=plan.q_tile, **settings(q_NHD.dtype, cache, contract),
+            GROUP=group, Q_TILE=plan.q_tile, WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)],
+            **settings(q_NHD.dtype, cache, contract),
         )  # fmt: skip
     return BlockPartials(len(q_NHD), tile_E, block_E, m_EKM, l_EKM, o_EKMD)
 
@@ -345,6 +268,34 @@ def merge_partials(
     return out_NHD, lse_NH
 
 
+def attention_backward(
+    grad_NHD: torch.Tensor,
+    grad_lse_NH: torch.Tensor,
+    q_NHD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_NH: torch.Tensor,
+    cache: KVCache,
+    plan: AttentionPlan,
+    contract: AttentionContract,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of a packed prefill: float32 dq [N, heads, D], dk and dv [N, kv heads, D].
+
+    Equations, arguments and errors as `ops.attention.torch.attention_backward`; sums in another fixed order.
+    """
+    check(q_NHD, cache, plan, contract)
+    check_whole(plan)
+    return run_backward(
+        grad_NHD, grad_lse_NH, q_NHD, out_NHD, lse_NH, cache.keys, cache.values, plan, contract.scale,
+        _packing(q_NHD.shape[1] // cache.keys.shape[1], cache.head_dim), settings(q_NHD.dtype, cache, contract),
+    )  # fmt: skip
+
+
+def _packing(group: int, head_dim: int) -> dict[str, int]:
+    """GROUP query heads to a kv head, PACKED of them (a power of two) in a program, RUNS programs to a group."""
+    packed = min(1 << (group - 1).bit_length(), _rows(head_dim))
+    return {"GROUP": group, "PACKED": packed, "RUNS": -(-group // packed)}
+
+
 def _rows(head_dim: int) -> int:
     """Rows of a program, by head_dim alone: two accumulators of [rows, head_dim] must fit the registers of 8 warps."""
     return 128 if head_dim <= 128 else 64
@@ -369,7 +320,6 @@ def settings(q_dtype: torch.dtype, cache: KVCache, contract: AttentionContract) 
         "KV_BLOCK": block,
         "WINDOW": contract.window or 0,
         "SCALE_SCORE": on_scores,
-        "WEIGHTS": TRITON_DTYPES[torch_dtype(contract.weights)],
         "QK": TRITON_DTYPES[qk],
         "PV": TRITON_DTYPES[pv],
         "num_warps": 8,
