@@ -1,4 +1,4 @@
-"""The Triton linear in the interpreter: the tree, its shards, its gradients, and rows that depend on themselves alone."""
+"""The Triton linear, interpreted: its tree, shards and gradients, and rows that depend on themselves alone."""
 
 from __future__ import annotations
 

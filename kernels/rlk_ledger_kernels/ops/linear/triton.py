@@ -14,6 +14,7 @@ N rows, K contraction, O outputs; M, N tile sizes in BLOCK_* follow the usual GE
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,7 +26,7 @@ from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.linear.contract import LinearContract, checked_bias, checked_rows, checked_weight
 from rlk_ledger_kernels.ops.linear.torch import merge_partials as merge_partials
-from rlk_ledger_kernels.ops.linear.tree import leaf_spans, merge_tree, shard_span, sum_blocks
+from rlk_ledger_kernels.ops.linear.tree import leaf_spans, shard_span, sum_blocks
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_kernels.triton_language import INTERPRETED, TRITON_DTYPES, round_to
 
@@ -70,7 +71,7 @@ def carried(leaf, acc, slots, K, LEAF: tl.constexpr, DEPTH: tl.constexpr, FIXED:
     for level in tl.static_range(DEPTH):
         full = ((leaf >> level) & 1) == 1
         both = slots[level] + carry if EXACT else joined(slots[level], carry, leaf, level, K, LEAF, DEPTH, FIXED)
-        new = new + (tl.where(moving & (full == 0), carry, slots[level]),)
+        new = new + (tl.where(moving & (full == 0), carry, slots[level]),)  # noqa: RUF005
         carry = tl.where(moving & full, both, carry)
         moving = moving & full
     return new
@@ -97,7 +98,7 @@ def tree_dot(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     slots = ()
     for _ in tl.static_range(DEPTH):
-        slots = slots + (acc,)
+        slots = slots + (acc,)  # noqa: RUF005
     last: tl.constexpr = 2**DEPTH - 1
     element = tl.arange(0, BLOCK_K)
     for step in tl.range((last + 1) * STEPS):
@@ -121,7 +122,7 @@ def tree_dot(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-        if DEPTH > 0:
+        if DEPTH > 0:  # noqa: SIM102 - decided when compiled
             if (inner == STEPS - 1) & (leaf < last):
                 slots = carried(leaf, acc, slots, K, LEAF, DEPTH, FIXED, EXACT)
                 acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -312,13 +313,29 @@ def product(
     k = x_NK.shape[1]
     if tree_depth(k, schedule.k_leaf) <= MAX_DEPTH:
         return _launch(x_NK, weight_OK, schedule, output, bias_O)
-    cut = k - k // 2 if schedule.reversed_k else k // 2  # the tree is cut on the order of summation
-    halves = [
-        product(x_NK[:, start:end], weight_OK[:, start:end], schedule, torch.float32)
-        for start, end in ((0, cut), (cut, k))
-    ]
-    y_NO = merge_tree(halves[::-1] if schedule.reversed_k else halves)
+
+    def node(start: int, end: int) -> torch.Tensor:
+        return _launch(x_NK[:, start:end], weight_OK[:, start:end], schedule, torch.float32, None)
+
+    y_NO = along_tree(0, k, schedule, node)
     return (y_NO if bias_O is None else y_NO + bias_O).to(output)
+
+
+def along_tree(start: int, end: int, schedule: Schedule, node: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    """The float32 sum over K from `start` to `end`: `node` sums what one launch can, halves above it are added here."""
+    k = end - start
+    if tree_depth(k, schedule.k_leaf) <= MAX_DEPTH:
+        return node(start, end)
+    cut = start + (k - k // 2 if schedule.reversed_k else k // 2)  # the middle in the order of summation
+    left = along_tree(start, cut, schedule, node)
+    right = along_tree(cut, end, schedule, node)
+    return right + left if schedule.reversed_k else left + right
+
+
+def row_sum(x_NW: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """Sum each row in float32 in the order of `schedule`, as a product with ones; float32 [N]."""
+    ones_1W = torch.ones((1, x_NW.shape[1]), device=x_NW.device)
+    return product(x_NW.to(torch.float32), ones_1W, schedule, torch.float32)[:, 0]
 
 
 def tree_depth(k: int, leaf: int) -> int:
@@ -366,6 +383,7 @@ def _launch(
         GROUP=8,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        enable_fp_fusion=True,
         **tree_shape(k, schedule.k_leaf, tile.k, fixed),
     )
     return y_NO
