@@ -1,4 +1,4 @@
-"""What a replay leaves in the ledger: its plan, cases, scores, gates, findings and verdict, as events."""
+"""What a replay leaves in the ledger: its plan, operators, cases, scores, gates, findings and verdict, as events."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def record(result: ReplayResult, recorder: Recorder) -> None:
 def events(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of one replay as (type, fields)."""
     yield "replay.planned", _planned(result)
+    for one in result.scores.provenance if result.scores is not None else ():
+        yield "operator.decided", {**one.to_event("reference").fields(), "labels": {"replay_id": result.replay_id}}
     yield from _scores(result)
     yield from _cases(result)
     yield from live_events(result)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rlk_ledger.history import Sample
 from rlk_ledger.pairs import PairedSample
 from rlk_ledger_kernels.probe import using_threads
-from rlk_ledger_kernels.registry import Decision
+from rlk_ledger_kernels.registry import Decision, Provenance
 from rlk_ledger_replay.checkpoint import load_checkpoint
 from rlk_ledger_replay.decoder import Decoder
 from rlk_ledger_replay.numerics import Numerics
@@ -80,13 +80,18 @@ class Pass:
 class Scores:
     """What the passes gave: float32 nats [N] by pass name, NaN where a pair has no numerics in it.
 
-    decisions: which backend ran each operator. unchanged: by version index, whether the weights' digest after scoring
-    equals the one before.
+    provenance: which backend ran each operator, once for each decision. unchanged: by version index, whether the
+    weights' digest after scoring equals the one before.
     """
 
     values: Mapping[str, Float32]
-    decisions: tuple[Decision, ...]
+    provenance: tuple[Provenance, ...]
     unchanged: Mapping[int, bool]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Which backend ran each operator, and why."""
+        return tuple(one.decision for one in self.provenance)
 
 
 def compared_tokens(pairs: Sequence[PairedSample]) -> Tokens:
@@ -122,18 +127,19 @@ def score(
     different passes run once. Raises what the decoder raises (OperandError, InvarianceError, CheckpointError).
     """
     values = {one.name: np.full(len(tokens), np.nan, dtype=np.float32) for one in passes}
-    decisions: tuple[Decision, ...] = ()
+    ran: dict[Decision, Provenance] = {}
     unchanged: dict[int, bool] = {}
     with using_threads(threads):
         for version in _versions(passes, tokens):
             decoder = Decoder(load_checkpoint(folders[version]))
             before = live_digest(decoder.checkpoint.tensors)
             for numerics, path, wanted in _distinct(passes, tokens, version):
-                scored = _run(decoder.with_numerics(numerics), path, pairs, sorted({p for p, _ in wanted}), advance)
+                rounded = decoder.with_numerics(numerics)
+                scored = _run(rounded, path, pairs, sorted({p for p, _ in wanted}), advance)
                 _place(values, wanted, scored, tokens, version)
-            decisions = decoder.decisions
+                ran |= {one.decision: one for one in rounded.operators.provenance}
             unchanged[version] = live_digest(decoder.checkpoint.tensors) == before
-    return Scores(values, decisions, unchanged)
+    return Scores(values, tuple(ran.values()), unchanged)
 
 
 def scorings(tokens: Tokens, passes: Sequence[Pass]) -> int:

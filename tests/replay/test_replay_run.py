@@ -248,6 +248,11 @@ def test_everything_is_recorded_and_a_second_audit_sees_the_same_run(make_run: M
     assert {f["arm"] for f, _ in by_type["arm.scored"]} == {f["arm"] for f, _ in by_type["case.attempted"]}
     assert {f["gate"] for f, _ in by_type["gate.checked"]} >= {"reference.self_check", "weights.digest.v0"}
     assert [f["finding_id"] for f, _ in by_type["finding.raised"]] == ["drift.within_floor"]
+    decided = {f["operator"]: f for f, _ in by_type["operator.decided"] if f["side"] == "reference"}
+    assert decided.keys() >= {"embedding", "rms_norm", "linear", "rope", "attention", "swiglu"}
+    assert {f["labels"]["replay_id"] for f in decided.values()} == {result.replay_id}
+    assert all(f["callables"] and f["build"] and f["source"] and not f["fallback"] for f in decided.values())
+    assert decided["linear"]["mode"] == {"fast": "auto", "consistency": "strict"}
     verdict = by_type["verdict.reached"][0][0]
     assert (verdict["verdict"], verdict["exit_code"]) == ("pass", 0)
     assert verdict["evidence"]["multiple_drift"] == result.numbers()["multiple_drift"]
