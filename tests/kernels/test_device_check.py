@@ -10,14 +10,19 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from device_check import supervisor, work
+import torch
+from device_check import clock, supervisor, work
+from device_check.card import environment
 from device_check.clock import Clock
+from device_check.kept import Kept
 from device_check.report import Report, Row, counts, file_name, judged, line, table, unmeasured
 from device_check.supervisor import Worker, check
 from device_check.work import SECTIONS, Item, items, run
+from pretend_device import DEVICE, PretendDevice
 
 from rlk_ledger_kernels.suite.catalogue import operators
 
@@ -178,3 +183,68 @@ def test_the_clock_takes_the_median_of_what_it_ran() -> None:
     ms = Clock("cpu", repetitions=5, budget_s=60.0).median_ms(lambda: calls.append(time.perf_counter()))
     assert len(calls) == 6
     assert ms >= 0.0
+
+
+def test_a_large_operand_crosses_once_while_nobody_writes_to_it() -> None:
+    large, small = torch.ones(4 << 20), torch.ones(4)
+    with PretendDevice(), Kept():
+        first = large.to("cuda")
+        assert large.to(DEVICE) is first
+        assert small.to("cuda") is not small.to("cuda")
+        assert large.to("cpu") is large
+        large[0] = 2.0
+        again = large.to("cuda")
+        assert again is not first
+        assert float(again[0]) == 2.0
+        assert large.to("cuda", torch.bfloat16).dtype == torch.bfloat16
+
+
+class Event:
+    """What the clock asks of `torch.cuda.Event`; every call takes as many milliseconds as calls were made before it."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at, Event.made = Event.made, Event.made + 1
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.at)
+
+
+def test_the_clock_of_a_card_empties_the_cache_and_takes_the_median_of_its_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    monkeypatch.setattr(clock, "_FLUSH_BYTES", 64)
+    calls: list[int] = []
+    with PretendDevice():
+        on_card = Clock("cuda", repetitions=7, budget_s=60.0)
+        on_card._flush.fill_(1)
+        ms = on_card.median_ms(lambda: calls.append(int(on_card._flush.sum())))
+    assert ms == 7.0  # ends are 1, 3, ... 13
+    assert on_card.timed
+    assert calls == [64] * 3 + [0] * 7
+    assert len(waited) == 3
+
+
+def test_what_nvidia_smi_says_is_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "570.86.15, 1980 MHz, 3201 MHz, 1980 MHz, 700.00 W, P0"\n')
+    tool.chmod(0o755)
+    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    facts = environment("cuda")
+    wanted = {"card": "NVIDIA H200", "driver": "570.86.15", "clocks.sm": "1980 MHz", "capability": "9.0"}
+    assert wanted.items() <= facts.items()
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert environment("cuda")["driver"] == "unknown"
+    monkeypatch.setenv("PATH", "")
+    assert environment("cuda")["driver"] == "unknown"

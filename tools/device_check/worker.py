@@ -7,9 +7,11 @@ kernels and libraries print beside that is ignored.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import msgspec
 
+from device_check.kept import Kept
 from device_check.work import Item, run, synchronize
 
 ROW, DONE, BROKEN = "ROW ", "DONE", "BROKEN "
@@ -17,6 +19,11 @@ ROW, DONE, BROKEN = "ROW ", "DONE", "BROKEN "
 
 def serve(device: str) -> None:
     """Do items until the input ends; a device that no longer answers ends the process."""
+    with Kept() if device == "cuda" else nullcontext():
+        _serve(device)
+
+
+def _serve(device: str) -> None:
     for line in sys.stdin:
         item = msgspec.json.decode(line, type=Item)
         try:
