@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import ContractError, OperandError
 from rlk_ledger_kernels.ops.grouped_experts import reference
 from rlk_ledger_kernels.ops.grouped_experts import torch as experts_torch
+from rlk_ledger_kernels.ops.grouped_experts import triton as experts_triton
 from rlk_ledger_kernels.ops.grouped_experts.contract import GroupedExpertsContract
 from rlk_ledger_kernels.schedule import Schedule
 
+every_backend = pytest.mark.parametrize("backend", [experts_torch, experts_triton], ids=["torch", "triton"])
 E, INNER, H, T = 8, 48, 40, 3
 NARROW = Schedule(k_leaf=8)  # eight leaves over the inner width, so that eight ranks are nodes of its tree
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,12 +47,13 @@ def slow(x, gate, up, down, weights, experts):  # type: ignore[no-untyped-def]
     return torch.stack(rows)
 
 
+@every_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("weighted", "combine"), [("hf", "float32"), ("kernel", "output"), ("float32", "float32")])
-def test_experts_are_the_equation(dtype: str, weighted: str, combine: str) -> None:
+def test_experts_are_the_equation(backend: ModuleType, dtype: str, weighted: str, combine: str) -> None:
     contract = GroupedExpertsContract(output=dtype, weighted=weighted, combine=combine)  # type: ignore[arg-type]
     x, gate, up, down, weights, experts = operands(21, getattr(torch, dtype))
-    got = experts_torch.grouped_experts(x, experts_torch.pack_experts(gate, up, down, contract), weights, experts)
+    got = backend.grouped_experts(x, backend.pack_experts(gate, up, down, contract), weights, experts)
     assert got.dtype == getattr(torch, dtype)
     tolerance = {"atol": 5e-2, "rtol": 2e-2} if dtype == "bfloat16" else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(got.double(), slow(x, gate, up, down, weights, experts), **tolerance)
@@ -77,24 +82,25 @@ def test_the_roundings_are_those_of_hugging_face() -> None:
     assert shares["hf"] > max(shares["kernel"], shares["float32"]) + 0.2, shares
 
 
+@every_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_who_else_goes_to_an_expert_changes_no_bit(dtype: str) -> None:
+def test_who_else_goes_to_an_expert_changes_no_bit(backend: ModuleType, dtype: str) -> None:
     contract = GroupedExpertsContract(output=dtype)  # type: ignore[arg-type]
     x, gate, up, down, weights, experts = operands(70, getattr(torch, dtype))
-    packed = experts_torch.pack_experts(gate, up, down, contract)
-    whole = experts_torch.grouped_experts(x, packed, weights, experts)
+    packed = backend.pack_experts(gate, up, down, contract)
+    whole = backend.grouped_experts(x, packed, weights, experts)
     for rows in ([0], [69], [3, 2, 1], list(range(17)), list(range(69, -1, -1))):
-        part = experts_torch.grouped_experts(x[rows], packed, weights[rows], experts[rows])
+        part = backend.grouped_experts(x[rows], packed, weights[rows], experts[rows])
         assert same_bits(part, whole[rows])
     crowded = torch.full_like(experts, 5)
     crowded[:, 0], crowded[:, 1] = 2, 4
     crowded[7], crowded[33] = experts[7], experts[33]
     noisy = torch.full_like(x, float("nan"))
     noisy[7], noisy[33] = x[7], x[33]
-    moved = experts_torch.grouped_experts(noisy, packed, weights, crowded)
+    moved = backend.grouped_experts(noisy, packed, weights, crowded)
     assert same_bits(moved[[7, 33]], whole[[7, 33]])
     shuffled = torch.tensor([2, 0, 1])
-    columns = experts_torch.grouped_experts(x, packed, weights[:, shuffled], experts[:, shuffled])
+    columns = backend.grouped_experts(x, packed, weights[:, shuffled], experts[:, shuffled])
     assert same_bits(columns, whole), "experts are combined by index, whatever their column"
 
 
@@ -107,19 +113,18 @@ def test_a_combination_in_column_order_is_caught() -> None:
     assert not same_bits(in_columns, experts_torch.grouped_experts(x, packed, weights, experts))
 
 
+@every_backend
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
-def test_shares_of_ranks_merge_to_the_bits_of_one(tp: int, ep: int) -> None:
+def test_shares_of_ranks_merge_to_the_bits_of_one(backend: ModuleType, tp: int, ep: int) -> None:
     contract = GroupedExpertsContract(output="bfloat16", schedule=NARROW)
     x, gate, up, down, weights, experts = operands(19, torch.bfloat16)
-    whole = experts_torch.grouped_experts(x, experts_torch.pack_experts(gate, up, down, contract), weights, experts)
+    whole = backend.grouped_experts(x, backend.pack_experts(gate, up, down, contract), weights, experts)
     parts = [
-        experts_torch.expert_partials(
-            x, experts_torch.pack_expert_shard(gate, up, down, contract, (tp, t), (ep, e)), experts
-        )
+        backend.expert_partials(x, backend.pack_expert_shard(gate, up, down, contract, (tp, t), (ep, e)), experts)
         for e in range(ep)
         for t in range(tp)
     ]
-    assert same_bits(experts_torch.merge_experts(parts, weights, experts, contract, E, tp, ep), whole)
+    assert same_bits(backend.merge_experts(parts, weights, experts, contract, E, tp, ep), whole)
     plain = [
         reference.expert_partials(x, reference.pack_expert_shard(gate, up, down, contract, (tp, t), (ep, e)), experts)
         for e in range(ep)
@@ -129,54 +134,57 @@ def test_shares_of_ranks_merge_to_the_bits_of_one(tp: int, ep: int) -> None:
     torch.testing.assert_close(merged.double(), slow(x, gate, up, down, weights, experts), atol=1e-4, rtol=1e-4)
 
 
-def test_experts_without_tokens_and_no_tokens_at_all() -> None:
+@every_backend
+def test_experts_without_tokens_and_no_tokens_at_all(backend: ModuleType) -> None:
     contract = GroupedExpertsContract()
     x, gate, up, down, weights, experts = operands(9, used=4)  # experts 0 and 4..7 get nothing
-    packed = experts_torch.pack_experts(gate, up, down, contract)
-    got = experts_torch.grouped_experts(x, packed, weights, experts)
+    packed = backend.pack_experts(gate, up, down, contract)
+    got = backend.grouped_experts(x, packed, weights, experts)
     torch.testing.assert_close(got.double(), slow(x, gate, up, down, weights, experts), atol=1e-5, rtol=1e-5)
-    assert experts_torch.grouped_experts(x[:0], packed, weights[:0], experts[:0]).shape == (0, H)
+    assert backend.grouped_experts(x[:0], packed, weights[:0], experts[:0]).shape == (0, H)
 
 
-def test_gradients_are_those_of_float64_autograd() -> None:
+@every_backend
+def test_gradients_are_those_of_float64_autograd(backend: ModuleType) -> None:
     contract = GroupedExpertsContract(schedule=NARROW)
     x, gate, up, down, weights, experts = operands(37, used=6)
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9))
     leaves = [tensor.double().requires_grad_() for tensor in (x, weights, gate, up, down)]
     slow(leaves[0], leaves[2], leaves[3], leaves[4], leaves[1], experts).backward(grad.double())
-    for module in (experts_torch, reference):
+    for module in (backend, reference):
         packed = module.pack_experts(gate, up, down, contract)
         grads = module.grouped_experts_backward(grad, x, packed, weights, experts)
         for name, got, leaf in zip(("x", "weights", "gate", "up", "down"), grads, leaves, strict=True):
             torch.testing.assert_close(got.double(), leaf.grad, atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
-    packed = experts_torch.pack_experts(gate, up, down, contract)
-    grad_x, grad_weights, *_ = experts_torch.grouped_experts_backward(grad, x, packed, weights, experts)
+    packed = backend.pack_experts(gate, up, down, contract)
+    grad_x, grad_weights, *_ = backend.grouped_experts_backward(grad, x, packed, weights, experts)
     rows = [36, 4, 11]
-    alone = experts_torch.grouped_experts_backward(grad[rows], x[rows], packed, weights[rows], experts[rows])
+    alone = backend.grouped_experts_backward(grad[rows], x[rows], packed, weights[rows], experts[rows])
     assert same_bits(alone[0], grad_x[rows])
     assert same_bits(alone[1], grad_weights[rows])
 
 
-def test_experts_refuse_by_name() -> None:
+@every_backend
+def test_experts_refuse_by_name(backend: ModuleType) -> None:
     contract = GroupedExpertsContract()
     x, gate, up, down, weights, experts = operands(4)
     with pytest.raises(OperandError, match="do not belong together"):
-        experts_torch.pack_experts(gate, up, down.transpose(1, 2), contract)
+        backend.pack_experts(gate, up, down.transpose(1, 2), contract)
     with pytest.raises(ContractError, match="8 experts give no equal run to rank 0 of 3"):
-        experts_torch.pack_expert_shard(gate, up, down, contract, ep=(3, 0))
+        backend.pack_expert_shard(gate, up, down, contract, ep=(3, 0))
     with pytest.raises(ContractError, match="straddle the boundaries of 2 shards"):
-        experts_torch.pack_expert_shard(gate, up, down, contract, tp=(2, 0))
-    packed = experts_torch.pack_experts(gate, up, down, contract)
+        backend.pack_expert_shard(gate, up, down, contract, tp=(2, 0))
+    packed = backend.pack_experts(gate, up, down, contract)
     with pytest.raises(OperandError, match=r"an expert outside 0..7"):
-        experts_torch.grouped_experts(x, packed, weights, experts + E)
+        backend.grouped_experts(x, packed, weights, experts + E)
     with pytest.raises(OperandError, match=r"weights are \(4, 2\), experts \(4, 3\)"):
-        experts_torch.grouped_experts(x, packed, weights[:, :2], experts)
+        backend.grouped_experts(x, packed, weights[:, :2], experts)
     with pytest.raises(OperandError, match=r"the experts need \[rows, 40\]"):
-        experts_torch.grouped_experts(x[:, :-1], packed, weights, experts)
-    share = experts_torch.pack_expert_shard(gate, up, down, contract, ep=(2, 0))
+        backend.grouped_experts(x[:, :-1], packed, weights, experts)
+    share = backend.pack_expert_shard(gate, up, down, contract, ep=(2, 0))
     with pytest.raises(OperandError, match="use expert_partials and merge_experts"):
-        experts_torch.grouped_experts(x, share, weights, experts)
+        backend.grouped_experts(x, share, weights, experts)
     with pytest.raises(OperandError, match="1 shares for tp 1 x ep 2"):
-        experts_torch.merge_experts([torch.zeros(4, T, H)], weights, experts, contract, E, ep=2)
+        backend.merge_experts([torch.zeros(4, T, H)], weights, experts, contract, E, ep=2)
     with pytest.raises(ContractError, match=r"grouped_experts\.weighted is 'both'"):
         GroupedExpertsContract(weighted="both")  # type: ignore[arg-type]

@@ -17,6 +17,16 @@ OPERATOR = Operator(
     ),
     backends=(
         Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp", "ep"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
             name="torch",
             bucket="contract_preserving",
             devices=("cpu", "cuda"),

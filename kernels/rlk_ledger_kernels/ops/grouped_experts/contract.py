@@ -59,6 +59,12 @@ def checked_weights(gate_EIH: torch.Tensor, up_EIH: torch.Tensor, down_EHI: torc
     return shapes[0][0], shapes[0][1], shapes[0][2]
 
 
+def checked_x(x_NH: torch.Tensor, hidden: int) -> None:
+    """Raise OperandError when `x_NH` is not [rows, hidden]."""
+    if x_NH.dim() != 2 or x_NH.shape[1] != hidden:
+        raise OperandError(f"grouped_experts: x is {tuple(x_NH.shape)}, the experts need [rows, {hidden}]")
+
+
 def checked_routes(rows: int, weights_NT: torch.Tensor | None, experts_NT: torch.Tensor) -> None:
     """Raise OperandError unless experts are int64 [rows, T] with weights of the same shape."""
     if experts_NT.dim() != 2 or experts_NT.shape[0] != rows or experts_NT.dtype != torch.int64:

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 import torch
 
 from rlk_ledger_kernels.errors import OperandError
-from rlk_ledger_kernels.ops.grouped_experts.contract import GroupedExpertsContract, checked_routes, checked_weights
-from rlk_ledger_kernels.ops.grouped_experts.routes import combine, expert_span, group, merge_shares
-from rlk_ledger_kernels.ops.linear.torch import (
-    PackedLinear,
-    linear,
-    linear_backward,
-    linear_partial,
-    pack_linear,
-    pack_row_shard,
-    row_sum,
+from rlk_ledger_kernels.ops.grouped_experts.contract import (
+    GroupedExpertsContract,
+    checked_routes,
+    checked_weights,
+    checked_x,
 )
+from rlk_ledger_kernels.ops.grouped_experts.gradients import Gradients, gradients
+from rlk_ledger_kernels.ops.grouped_experts.routes import combine, expert_span, group, merge_shares
+from rlk_ledger_kernels.ops.linear import torch as linear_torch
+from rlk_ledger_kernels.ops.linear.torch import PackedLinear, linear, linear_partial, pack_linear, pack_row_shard
 from rlk_ledger_kernels.ops.linear.tree import shard_span
-from rlk_ledger_kernels.ops.swiglu.torch import swiglu
+from rlk_ledger_kernels.ops.swiglu import torch as swiglu_torch
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,13 @@ def expert_partials(x_NH: torch.Tensor, packed: PackedExperts, experts_NT: torch
 
     Returns float32 [N, T, H]; zero where the expert is on another rank. Raises OperandError as grouped_experts does.
     """
-    _checked_x(x_NH, packed)
+    checked_x(x_NH, packed.hidden)
     checked_routes(x_NH.shape[0], None, experts_NT)
     rows, columns = experts_NT.shape
     parts_PH = torch.zeros((rows * columns, packed.hidden), device=x_NH.device)
     for index, pairs_P in _held(packed, experts_NT):
-        activated_PI = _activated(linear(x_NH[pairs_P // columns], packed.gate_up[index]), packed.contract)
+        gate_PI, up_PI = linear(x_NH[pairs_P // columns], packed.gate_up[index]).chunk(2, dim=1)
+        activated_PI = swiglu_torch.swiglu(gate_PI, up_PI, packed.contract.swiglu())
         parts_PH[pairs_P] = linear_partial(activated_PI, packed.down[index])
     return parts_PH.view(rows, columns, packed.hidden)
 
@@ -133,40 +133,22 @@ def grouped_experts_backward(
     packed: PackedExperts,
     weights_NT: torch.Tensor,
     experts_NT: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     """Gradients with respect to x, the weights of the routes, gate, up and down; all float32.
 
     A row of the first two depends on its own row alone, a token's dx adding its experts by rising index. Gradients of
     an expert's weights sum its tokens in index order, in blocks of `k_leaf` along the binary tree over the blocks;
     they are zero for an expert without tokens. Roundings inside the forward pass count as the identity.
     Returns (dx [N, H], dweights [N, T], dgate [E, I, H], dup [E, I, H], ddown [E, H, I]).
+    Raises OperandError for a share of the experts, or operands that do not fit.
     """
     if not packed.whole:
         raise OperandError("grouped_experts: the gradient of a rank's share is not defined; pass the whole layer")
-    _checked_x(x_NH, packed)
+    checked_x(x_NH, packed.hidden)
     checked_routes(x_NH.shape[0], weights_NT, experts_NT)
-    (rows, columns), inner = experts_NT.shape, packed.down[0].k
-    grad = grad_NH.to(torch.float32)
-    wide_weights_P = weights_NT.to(torch.float32).reshape(-1)
-    grad_x_PH = torch.zeros((rows * columns, packed.hidden), device=x_NH.device)
-    grad_weights_P = torch.zeros(rows * columns, device=x_NH.device)
-    grad_gate_up_EJH = torch.zeros((packed.experts, 2 * inner, packed.hidden), device=x_NH.device)
-    grad_down_EHI = torch.zeros((packed.experts, packed.hidden, inner), device=x_NH.device)
-    for index, pairs_P in _held(packed, experts_NT):
-        x_PH, grad_PH = x_NH[pairs_P // columns], grad[pairs_P // columns]
-        gate_up_PJ = linear(x_PH, packed.gate_up[index])
-        activated_PI = _activated(gate_up_PJ, packed.contract)
-        result_PH = linear_partial(activated_PI, packed.down[index])
-        grad_weights_P[pairs_P] = row_sum(grad_PH * result_PH, packed.contract.schedule)
-        grad_result_PH = grad_PH * wide_weights_P[pairs_P, None]
-        grad_activated_PI, grad_down_EHI[index], _ = linear_backward(grad_result_PH, activated_PI, packed.down[index])
-        grad_gate_up_PJ = _activation_backward(grad_activated_PI, gate_up_PJ)
-        grad_x_PH[pairs_P], grad_gate_up_EJH[index], _ = linear_backward(grad_gate_up_PJ, x_PH, packed.gate_up[index])
-    float32 = GroupedExpertsContract(schedule=packed.contract.schedule)
-    grad_x_NTH = grad_x_PH.view(rows, columns, packed.hidden)
-    grad_x_NH = combine(grad_x_NTH, torch.ones_like(weights_NT, dtype=torch.float32), experts_NT, float32)
-    grad_gate_EIH, grad_up_EIH = grad_gate_up_EJH.chunk(2, dim=1)
-    return grad_x_NH, grad_weights_P.view(rows, columns), grad_gate_EIH, grad_up_EIH, grad_down_EHI
+    modules = linear_torch, swiglu_torch
+    routed = weights_NT, experts_NT
+    return gradients(modules, grad_NH, x_NH, packed.gate_up, packed.down, *routed, packed.contract)
 
 
 def _held(packed: PackedExperts, experts_NT: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -178,20 +160,3 @@ def _held(packed: PackedExperts, experts_NT: torch.Tensor) -> Iterator[tuple[int
         if count:
             yield index, routes.pairs_P[start : start + count]
         start += count
-
-
-def _activated(gate_up_PJ: torch.Tensor, contract: GroupedExpertsContract) -> torch.Tensor:
-    gate_PI, up_PI = gate_up_PJ.chunk(2, dim=1)
-    return swiglu(gate_PI, up_PI, contract.swiglu())
-
-
-def _activation_backward(grad_PI: torch.Tensor, gate_up_PJ: torch.Tensor) -> torch.Tensor:
-    """d silu(g) u: dg = grad u s (1 + g (1 - s)), du = grad g s, s = 1 / (1 + exp(-g)); float32 [P, 2 I]."""
-    gate_PI, up_PI = gate_up_PJ.to(torch.float32).chunk(2, dim=1)
-    s_PI = 1.0 / (1.0 + torch.exp(-gate_PI))
-    return torch.cat((grad_PI * up_PI * (s_PI * (1.0 + gate_PI * (1.0 - s_PI))), grad_PI * (gate_PI * s_PI)), dim=1)
-
-
-def _checked_x(x_NH: torch.Tensor, packed: PackedExperts) -> None:
-    if x_NH.dim() != 2 or x_NH.shape[1] != packed.hidden:
-        raise OperandError(f"grouped_experts: x is {tuple(x_NH.shape)}, the experts need [rows, {packed.hidden}]")

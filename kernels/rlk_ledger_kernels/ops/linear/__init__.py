@@ -11,6 +11,16 @@ OPERATOR = Operator(
     surface=("pack_linear", "linear", "pack_row_shard", "linear_partial", "merge_partials", "linear_backward"),
     backends=(
         Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            parallel=("single", "tp"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
             name="torch",
             bucket="contract_preserving",
             devices=("cpu", "cuda"),

@@ -228,6 +228,11 @@ class PackedLinear:
     contract: LinearContract
     shard: tuple[int, int] | None = None
 
+    @property
+    def k(self) -> int:
+        """Elements of the contraction this pack holds."""
+        return self.weight_OK.shape[1]
+
 
 def pack_linear(weight_OK: torch.Tensor, contract: LinearContract, bias_O: torch.Tensor | None = None) -> PackedLinear:
     """Round a weight to the operand dtype; nothing is widened or copied that need not be.

@@ -10,6 +10,15 @@ OPERATOR = Operator(
     surface=("moe_router", "routed_weights", "moe_router_backward"),
     backends=(
         Backend(
+            name="triton",
+            bucket="contract_preserving",
+            devices=("cuda", "cpu"),
+            autograd=("forward", "backward"),
+            needs=("triton",),
+            enable="pip install triton; on a CPU also set TRITON_INTERPRET=1",
+            fallback="torch",
+        ),
+        Backend(
             name="torch",
             bucket="contract_preserving",
             devices=("cpu", "cuda"),
