@@ -64,17 +64,18 @@ def fingerprint(case: Case, module: ModuleType, device: str = "cpu") -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def recorded(name: str, folder: Path = RECORDED) -> Bits | None:
+def recorded(name: str, folder: Path | None = None) -> Bits | None:
     """What was recorded for a device class, or None where nobody did."""
-    path = folder / f"{name}.json"
+    path = (folder or RECORDED) / f"{name}.json"
     if not path.is_file():
         return None
     read: Bits = json.loads(path.read_text())
     return read
 
 
-def save(name: str, measured: Bits, folder: Path = RECORDED) -> Path:
+def save(name: str, measured: Bits, folder: Path | None = None) -> Path:
     """Write the bits of one device class, keeping those of backends that were not measured; returns the file."""
+    folder = folder or RECORDED
     folder.mkdir(parents=True, exist_ok=True)
     merged = recorded(name, folder) or {}
     for operator, backends in measured.items():

@@ -212,7 +212,9 @@ def _surrounded_sequences(case: SequenceCase, effort: Effort) -> Iterator[Sequen
 
 def _poisoned(sequence: Sequence_, value: float) -> Sequence_:
     """Floating operands hold `value`; integers are taken in reverse."""
-    return tuple(torch.full_like(part, value) if part.is_floating_point() else part.flip(0) for part in sequence)
+    return tuple(
+        torch.full_like(part, _held(value, part)) if part.is_floating_point() else part.flip(0) for part in sequence
+    )
 
 
 def _fed(case: SequenceCase, effort: Effort, seed: int) -> Iterator[SequenceLayout]:

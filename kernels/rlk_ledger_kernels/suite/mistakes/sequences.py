@@ -16,7 +16,7 @@ from rlk_ledger_kernels.suite.feeding import Span, feed
 from rlk_ledger_kernels.suite.mistakes.plain import draw
 
 BLOCK, HEADS, D = 16, 1, 4
-LENGTHS = (70, 1, 37)
+LENGTHS = (41, 1, 34)
 
 
 @dataclass(frozen=True)
