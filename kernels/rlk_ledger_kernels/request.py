@@ -16,6 +16,8 @@ from rlk_ledger_kernels.errors import ContractError
 
 AUTO = "auto"
 NATIVE = "native"
+GROUPS = ("tp", "cp", "sp", "ep")
+"""Parallel groups a topology gives the size of; every other size is a shape."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         for name, size in self.topology.items():
             if size < 1:
                 raise ContractError(f"topology {name} is {size}; a group has at least one rank")
-            if size > 1 and layouts is not None and name in ("tp", "cp", "sp", "ep") and name not in layouts:
+            if size > 1 and layouts is not None and name in GROUPS and name not in layouts:
                 raise ContractError(f"topology says {name}={size}, parallel says {layouts!r}; they contradict")
 
 
@@ -98,8 +100,12 @@ def _missing(backend: Backend, request: Request) -> Iterator[str]:
             yield "parallel"
         elif layouts != ("single",):
             needed = dict.fromkeys((*backend.requires, *layouts))
-            yield from (f"topology.{name}" for name in needed if name not in sizes)
+            yield from (_place(name) for name in needed if name not in sizes)
     yield from (f"shapes.{name}" for name, _, _ in backend.shapes if name not in sizes)
+
+
+def _place(name: str) -> str:
+    return f"topology.{name}" if name in GROUPS else f"shapes.{name}"
 
 
 def _differences(backend: Backend, request: Request) -> Iterator[Objection]:

@@ -143,6 +143,15 @@ def test_a_request_is_matched_field_by_field(fields: dict[str, object], code: st
     assert words in (found.reason if found is not None else "")
 
 
+def test_a_required_size_that_is_no_group_is_named_as_a_shape() -> None:
+    sharded = msgspec.structs.replace(ONE, parallel=("tp",), requires=("vocabulary",))
+    found = objection(sharded, request(parallel=("tp",)))
+    assert found is not None
+    assert found.enable == "state shapes.vocabulary, topology.tp"
+    whole = {"parallel": ("tp",), "topology": {"tp": 2}, "shapes": {"vocabulary": 128}}
+    assert objection(sharded, request(**whole)) is None
+
+
 @pytest.mark.parametrize("claim", ["deterministic", "batch_invariant"])
 def test_a_property_that_is_insisted_on_must_be_claimed(claim: str) -> None:
     assert objection(ONE, request(**{claim: True})) is None
