@@ -18,8 +18,8 @@ INTERPRETED = tl.constexpr(interpreted())
 """Fixed when this module is imported, as Triton's own choice is."""
 
 _TILE_ELEMENTS = 16384 if interpreted() else 4096
-"""Elements of one operand a program of four warps holds: 32 to a thread, loaded 16 bytes at a time. The interpreter takes
-about as long for a large tile as for a small one; no row's bits depend on how many rows share its tile."""
+"""Elements of one operand a program of four warps holds: 32 to a thread, loaded 16 bytes at a time. The interpreter
+takes about as long for a large tile as for a small one; no row's bits depend on how many rows share its tile."""
 
 
 @triton.jit
