@@ -71,7 +71,7 @@ class Network:
             self.config.head_dim,
             numerics.kv_cache or numerics.compute,
             device=self.device,
-            wide=self.operators.on_blas and self.device == "cpu",
+            wide=self.operators.attention.decision.actual == "torch" and self.device == "cpu",
         )
 
     def forward(self, feed: Feed, caches: Caches, routes: Routes | None = None) -> list[torch.Tensor]:

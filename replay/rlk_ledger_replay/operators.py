@@ -49,8 +49,9 @@ class Operators:
 
     @property
     def on_blas(self) -> bool:
-        """Whether products run in torch's matrix product, whose repeatability has to be probed."""
-        return self.linear.decision.actual == "torch"
+        """Whether some product runs in torch's own matrix product, whose repeatability has to be probed."""
+        products = (self.linear, self.attention, self.rms_norm, self.linear_logprob)
+        return any(one.decision.actual == "torch" for one in products)
 
 
 def bind_operators(config: ModelConfig, numerics: Numerics, layout: Layout, backend: str, device: str) -> Operators:
