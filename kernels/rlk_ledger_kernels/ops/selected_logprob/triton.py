@@ -129,7 +129,7 @@ def _merge_kernel(
         chosen = rounded_through(chosen, LOGITS)
     else:
         chosen = tl.load(chosen_ptr + row, mask=real, other=0.0)
-    score = tl.div_rn(chosen - largest, tl.zeros_like(largest) + temperature) - tl.log(whole)
+    score = tl.div_rn(chosen - largest, tl.zeros_like(largest) + temperature) - tl.log(tl.where(real, whole, 1.0))
     if PICK:
         score = tl.where((token == ignored_id) & (ignored_id < 0), 0.0, score)
     tl.store(out_ptr + row, score, mask=real)
