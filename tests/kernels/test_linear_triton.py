@@ -18,7 +18,7 @@ from rlk_ledger_kernels.schedule import Schedule
 pytest.importorskip("triton")
 linear_triton = pytest.importorskip("rlk_ledger_kernels.ops.linear.triton")
 
-few = settings(max_examples=int(os.environ.get("RLK_KERNEL_EXAMPLES", "12")), deadline=None)
+few = settings(max_examples=int(os.environ.get("RLK_KERNEL_EXAMPLES", "8")), deadline=None)
 TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (5e-2, 2e-2), "float16": (1e-3, 1e-3)}
 
 
@@ -57,7 +57,7 @@ def test_the_product_is_the_equation(n: int, k: int, o: int, dtype: str, leaf: i
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
-@pytest.mark.parametrize(("k", "leaf"), [(512, 64), (520, 64), (129, 64), (130, 64), (515, 64), (1400, 64), (192, 96)])
+@pytest.mark.parametrize(("k", "leaf"), [(512, 64), (129, 64), (515, 128), (1400, 64)])
 def test_leaves_meet_along_the_tree(k: int, leaf: int, order: str) -> None:
     """Each leaf alone through the kernel, added by the definition, is the whole; so the kernel adds in that order."""
     schedule = Schedule(k_leaf=leaf, k_order=order)  # type: ignore[arg-type]
@@ -76,8 +76,7 @@ def test_leaves_meet_along_the_tree(k: int, leaf: int, order: str) -> None:
     assert len(spans) < 4 or not same_bits(whole, in_order), "an order of sums nobody could tell from the tree"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 2), ("bfloat16", 8)])
 def test_shards_merge_to_the_bits_of_one_rank(dtype: str, ranks: int) -> None:
     contract = LinearContract(output=dtype, schedule=Schedule(k_leaf=64))  # type: ignore[arg-type]
     x, weight, bias = draw(1, 9, 520, dtype=dtype), draw(2, 30, 520, dtype=dtype), draw(3, 30, dtype=dtype)
@@ -110,7 +109,7 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert linear_triton.linear(x[:0], packed).shape == (0, 24)
 
 
-@pytest.mark.parametrize(("n", "leaf"), [(1, 64), (150, 24), (460, 24)])
+@pytest.mark.parametrize(("n", "leaf"), [(1, 64), (460, 24)])
 def test_gradients_are_those_of_float64_autograd(n: int, leaf: int) -> None:
     contract = LinearContract(schedule=Schedule(k_leaf=leaf))
     x, weight, bias, grad = draw(1, n, 70), draw(2, 33, 70), draw(3, 33), draw(4, n, 33)

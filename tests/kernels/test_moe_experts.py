@@ -18,6 +18,7 @@ from rlk_ledger_kernels.schedule import Schedule
 every_backend = pytest.mark.parametrize("backend", [experts_torch, experts_triton], ids=["torch", "triton"])
 E, INNER, H, T = 8, 48, 40, 3
 NARROW = Schedule(k_leaf=8)  # eight leaves over the inner width, so that eight ranks are nodes of its tree
+HALVED = Schedule(k_leaf=32)  # two leaves: enough for two ranks, and quick in the interpreter
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -47,9 +48,16 @@ def slow(x, gate, up, down, weights, experts):  # type: ignore[no-untyped-def]
     return torch.stack(rows)
 
 
-@every_backend
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("weighted", "combine"), [("hf", "float32"), ("kernel", "output"), ("float32", "float32")])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "weighted", "combine"),
+    [
+        (experts_torch, "float32", "float32", "float32"),
+        (experts_torch, "bfloat16", "hf", "float32"),
+        (experts_torch, "bfloat16", "kernel", "output"),
+        (experts_triton, "float32", "hf", "float32"),
+        (experts_triton, "bfloat16", "kernel", "output"),
+    ],
+)
 def test_experts_are_the_equation(backend: ModuleType, dtype: str, weighted: str, combine: str) -> None:
     contract = GroupedExpertsContract(output=dtype, weighted=weighted, combine=combine)  # type: ignore[arg-type]
     x, gate, up, down, weights, experts = operands(21, getattr(torch, dtype))
@@ -82,14 +90,15 @@ def test_the_roundings_are_those_of_hugging_face() -> None:
     assert shares["hf"] > max(shares["kernel"], shares["float32"]) + 0.2, shares
 
 
-@every_backend
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [(experts_torch, "float32"), (experts_torch, "bfloat16"), (experts_triton, "bfloat16")]
+)
 def test_who_else_goes_to_an_expert_changes_no_bit(backend: ModuleType, dtype: str) -> None:
     contract = GroupedExpertsContract(output=dtype)  # type: ignore[arg-type]
     x, gate, up, down, weights, experts = operands(70, getattr(torch, dtype))
     packed = backend.pack_experts(gate, up, down, contract)
     whole = backend.grouped_experts(x, packed, weights, experts)
-    for rows in ([0], [69], [3, 2, 1], list(range(17)), list(range(69, -1, -1))):
+    for rows in ([69], [3, 2, 1], list(range(69, -1, -1))):
         part = backend.grouped_experts(x[rows], packed, weights[rows], experts[rows])
         assert same_bits(part, whole[rows])
     crowded = torch.full_like(experts, 5)
@@ -113,10 +122,15 @@ def test_a_combination_in_column_order_is_caught() -> None:
     assert not same_bits(in_columns, experts_torch.grouped_experts(x, packed, weights, experts))
 
 
-@every_backend
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
+@pytest.mark.parametrize(
+    ("backend", "tp", "ep"),
+    [
+        *[(experts_torch, tp, ep) for tp, ep in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4))],
+        (experts_triton, 2, 2),
+    ],
+)
 def test_shares_of_ranks_merge_to_the_bits_of_one(backend: ModuleType, tp: int, ep: int) -> None:
-    contract = GroupedExpertsContract(output="bfloat16", schedule=NARROW)
+    contract = GroupedExpertsContract(output="bfloat16", schedule=NARROW if backend is experts_torch else HALVED)
     x, gate, up, down, weights, experts = operands(19, torch.bfloat16)
     whole = backend.grouped_experts(x, backend.pack_experts(gate, up, down, contract), weights, experts)
     parts = [
@@ -146,8 +160,8 @@ def test_experts_without_tokens_and_no_tokens_at_all(backend: ModuleType) -> Non
 
 @every_backend
 def test_gradients_are_those_of_float64_autograd(backend: ModuleType) -> None:
-    contract = GroupedExpertsContract(schedule=NARROW)
-    x, gate, up, down, weights, experts = operands(37, used=6)
+    contract = GroupedExpertsContract(schedule=NARROW if backend is experts_torch else HALVED)
+    x, gate, up, down, weights, experts = operands(37, used=5)
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9))
     leaves = [tensor.double().requires_grad_() for tensor in (x, weights, gate, up, down)]
     slow(leaves[0], leaves[2], leaves[3], leaves[4], leaves[1], experts).backward(grad.double())

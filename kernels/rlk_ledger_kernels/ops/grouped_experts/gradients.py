@@ -38,7 +38,7 @@ def gradients(
     grad_gate_up: list[torch.Tensor | None] = [None] * len(down)
     grad_down: list[torch.Tensor | None] = [None] * len(down)
     routes = group(experts_NT, len(down))
-    for expert, pairs_P in enumerate(routes.pairs_P.split(list(routes.counts))):
+    for expert, pairs_P in enumerate(torch.split(routes.pairs_P, list(routes.counts))):
         if not len(pairs_P):
             continue
         x_PH, grad_PH = x_NH[pairs_P // columns], grad[pairs_P // columns]

@@ -71,7 +71,7 @@ def carried(leaf, acc, slots, K, LEAF: tl.constexpr, DEPTH: tl.constexpr, FIXED:
     for level in tl.static_range(DEPTH):
         full = ((leaf >> level) & 1) == 1
         both = slots[level] + carry if EXACT else joined(slots[level], carry, leaf, level, K, LEAF, DEPTH, FIXED)
-        new = new + (tl.where(moving & (full == 0), carry, slots[level]),)  # noqa: RUF005
+        new = new + (tl.where(moving & (full == 0), carry, slots[level]),)  # type: ignore[assignment]  # noqa: RUF005
         carry = tl.where(moving & full, both, carry)
         moving = moving & full
     return new
@@ -98,7 +98,7 @@ def tree_dot(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     slots = ()
     for _ in tl.static_range(DEPTH):
-        slots = slots + (acc,)  # noqa: RUF005
+        slots = slots + (acc,)  # type: ignore[assignment]  # noqa: RUF005
     last: tl.constexpr = 2**DEPTH - 1
     element = tl.arange(0, BLOCK_K)
     for step in tl.range((last + 1) * STEPS):

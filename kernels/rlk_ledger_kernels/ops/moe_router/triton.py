@@ -55,7 +55,7 @@ def _router_kernel(
     if GIVEN:
         for column in tl.static_range(TOP_K):
             given = tl.load(experts_ptr + row * TOP_K + column, mask=row < rows, other=-1)[:, None]
-            picks = picks + (given,)  # noqa: RUF005
+            picks = picks + (given,)  # type: ignore[assignment]  # noqa: RUF005
             chosen = chosen | (expert == given)
     else:
         value = tl.where(logits == logits, logits, float("-inf"))
@@ -66,7 +66,7 @@ def _router_kernel(
             reached = key == tl.max(key, axis=1)[:, None]
             pick = tl.min(tl.where(reached, expert, COLUMNS), axis=1)[:, None]
             tl.store(experts_ptr + row[:, None] * TOP_K + column, pick.to(tl.int64), mask=(row < rows)[:, None])
-            picks = picks + (pick,)  # noqa: RUF005
+            picks = picks + (pick,)  # type: ignore[assignment]  # noqa: RUF005
             chosen = chosen | (expert == pick)
             key = tl.where(expert == pick, -0x80000000, key)
     seen = (expert < EXPERTS) & (chosen | (not OF_TOP_K))
