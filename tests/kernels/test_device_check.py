@@ -4,6 +4,7 @@ and the rest goes on; what there was no time for is a row that says so; its resu
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -53,7 +54,7 @@ def test_without_a_card_it_says_what_to_do() -> None:
     environment = bare | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "torch sees no CUDA device; or run it here with --interpret" in done.stderr
+    assert "torch sees no CUDA device; or run it here with --interpret, or build with --compile 90" in done.stderr
 
 
 def test_every_kernel_of_every_operator_is_on_the_list() -> None:
@@ -248,3 +249,59 @@ def test_what_nvidia_smi_says_is_in_the_environment(tmp_path: Path, monkeypatch:
     assert environment("cuda")["driver"] == "unknown"
     monkeypatch.setenv("PATH", "")
     assert environment("cuda")["driver"] == "unknown"
+
+
+COMPILING = """
+import sys
+sys.path.insert(0, {tools!r})
+import torch, triton, triton.language as tl
+from device_check import compiled
+
+@triton.jit
+def double(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, tl.sum(tl.load(x + at)) * 2)
+
+@triton.jit
+def mistaken(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.no_such_function(N))
+
+x = torch.ones(64)
+one = compiled.Compiling(90)
+double[(1,)](x, 64)
+print(one.taken(), float(x[0]))
+print(one.taken())
+try:
+    mistaken[(1,)](x, 64)
+except Exception as error:
+    print(type(error).__name__)
+compiled.SHARED_BYTES[90] = 1
+one = compiled.Compiling(90)
+double[(1,)](x, 64)
+print(one.taken()[0])
+"""
+
+
+def test_kernels_are_built_for_a_card_that_is_not_here(tmp_path: Path) -> None:
+    """A kernel that is built, one that Triton refuses, and one that needs more than the card has."""
+    script = tmp_path / "script.py"
+    script.write_text(COMPILING.format(tools=str(TOOL.parent)))
+    bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = bare | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_DEFAULT_FP_FUSION": "0"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
+    built, nothing, refused, large = done.stdout.splitlines()
+    assert re.fullmatch(r"\(None, '1 launches: double \d+ registers, 0 B of stack, \d+ B shared'\) 1\.0", built)
+    assert (nothing, refused) == ("('no kernel was launched', '')", "CompilationError")
+    assert re.fullmatch(r"double needs \d+ bytes of shared memory, the card has 1", large)
+
+
+def test_the_check_builds_an_operator_for_hopper(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(TOOL), "--compile", "90", "--quiet", "--operators", "masked_mean"]
+    done = subprocess.run([*command, "--json", str(result)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = msgspec.json.decode(result.read_bytes(), type=Report)
+    assert report.environment["triton runs"] == "compiled for sm_90, not launched"
+    assert report.rows
+    assert {(row.section, row.state) for row in report.rows} == {("build", "passed")}
+    assert all("registers" in row.detail for row in report.rows)

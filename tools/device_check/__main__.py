@@ -1,9 +1,10 @@
 """Check this machine's card: build, accuracy and invariance of every kernel, and rows P12 and P13, in four minutes.
 
-Usage: python tools/device_check [--interpret] [--operators NAME ...] [--sections NAME ...] [--budget S] [--json FILE]
+Usage: python tools/device_check [--interpret | --compile 90] [--operators NAME ...] [--sections NAME ...] [--json FILE]
 
-Without a card, `--interpret` runs every line of it on the CPU: kernels in Triton's interpreter, small shapes, and times
-that mean nothing. Exit code 0 when nothing failed, 1 when something did, 2 when there is nothing to run on.
+Without a card, `--interpret` runs every line of it on the CPU, kernels in Triton's interpreter, at small shapes, and its
+times mean nothing; `--compile 90` builds every kernel for that compute capability and launches none. Exit code 0
+when nothing failed, 1 when something did, 2 when there is nothing to run on.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python tools/device_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--interpret", action="store_true", help="run on the CPU in Triton's interpreter, small shapes")
+    parser.add_argument("--compile", type=int, metavar="SM", help="build for this compute capability, launch nothing")
     parser.add_argument("--operators", nargs="*", default=[], help="only these operators")
     parser.add_argument("--sections", nargs="*", default=[], help="only these sections")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything (default: %(default)s)")
@@ -44,7 +46,9 @@ def _arguments() -> argparse.Namespace:
 
 def _check(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    if args.interpret:
+    if args.compile:
+        os.environ.pop("TRITON_INTERPRET", None)
+    elif args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
     import msgspec
     import torch
@@ -54,12 +58,15 @@ def _check(args: argparse.Namespace) -> int:
     from device_check.supervisor import check
     from rlk_ledger_kernels.triton_device import unavailable
 
-    device = "cpu" if args.interpret else "cuda"
-    reason = unavailable(device)
+    device = "cpu" if args.interpret or args.compile else "cuda"
+    reason = None if args.compile else unavailable(device)
     if reason is not None:
-        print(f"device_check: {reason}; or run it here with --interpret", file=sys.stderr)
+        print(f"device_check: {reason}; or run it here with --interpret, or build with --compile 90", file=sys.stderr)
         return 2
     facts = environment(device)
+    sections = tuple(args.sections)
+    if args.compile:
+        facts["triton runs"], sections = f"compiled for sm_{args.compile}, not launched", ("build",)
 
     def tell(row: report.Row) -> None:
         if not args.quiet:
@@ -68,7 +75,8 @@ def _check(args: argparse.Namespace) -> int:
     torch.set_num_threads(max(1, min(4, os.cpu_count() or 1)))
     left = args.budget - (time.monotonic() - started)
     size = "small" if args.interpret else "large"
-    rows = check(device, size, tuple(args.operators), tuple(args.sections), left, tell)
+    target = f"sm_{args.compile}" if args.compile else device
+    rows = check(target, size, tuple(args.operators), sections, left, tell)
     result = report.Report(
         format=report.FORMAT,
         device=device,
@@ -79,7 +87,7 @@ def _check(args: argparse.Namespace) -> int:
         rows=tuple(rows),
     )
     print(report.table(result))
-    place = args.json or (None if args.interpret else RESULTS / report.file_name(facts))
+    place = args.json or (None if device == "cpu" else RESULTS / report.file_name(facts))
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

@@ -12,7 +12,7 @@ _MOST_BYTES = 16 << 30
 
 
 class Kept(TorchFunctionMode):
-    """Context in which `weight.to(device)` of a large CPU tensor returns the copy made before, unless it was written to.
+    """Context in which `weight.to(device)` of a large CPU tensor returns the copy made before, until it is written to.
 
     Owns the copies, up to 16 GiB of them; larger sums are moved every time. Copies are for reading: operators that
     write to their operands would be caught by the suites, which compare one run with the next.

@@ -16,7 +16,7 @@ import msgspec
 from device_check.card import copy_bandwidth
 from device_check.report import Row, State
 from device_check.work import SECTIONS, Item, items
-from device_check.worker import BROKEN, DONE, ROW
+from device_check.worker import BROKEN, DONE, ROW, SM
 
 ITEM_LIMIT_S = 60.0
 LATE = "no answer within"
@@ -118,7 +118,7 @@ def check(
         for section in chosen:
             share += section.share / whole
             deadline = started + share * budget_s
-            waiting = items(section, names, device, size)
+            waiting = items(section, names, "cuda" if device.startswith(SM) else device, size)
             for place, item in enumerate(waiting):
                 last = place == len(waiting) - 1
                 limit_s = (deadline - time.monotonic()) * (1.0 if last else 0.5)

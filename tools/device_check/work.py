@@ -15,6 +15,7 @@ import torch
 
 from device_check import card
 from device_check.clock import Clock
+from device_check.compiled import Compiling
 from device_check.report import Row
 from rlk_ledger_kernels.capabilities import capability
 from rlk_ledger_kernels.descriptors import Backend, Operator
@@ -26,6 +27,10 @@ from rlk_ledger_kernels.suite.catalogue import cases, operators
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 NATIVE = ("transformer_engine", "flashinfer", "vllm")
+
+
+compiling: Compiling | None = None
+"""Set by a worker that compiles for a card which is not here; owned by its process."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -95,7 +100,7 @@ def _checked(item: Item, device: str) -> Iterator[Row]:
         yield _row(item, "import", "failed", _told(error), 0.0)
         return
     for case in _cases(item.operator, item.size):
-        for what, check in _checks(item):
+        for what, check in _checks(item, case):
             started = time.perf_counter()
             name = f"{case.name}{what}"
             try:
@@ -107,21 +112,26 @@ def _checked(item: Item, device: str) -> Iterator[Row]:
                 yield _row(item, name, "failed", _told(error), started)
                 synchronize(device)
             else:
-                yield _row(item, name, "passed" if found is None else "failed", found or "", started)
+                objection, built = compiling.taken() if compiling is not None else (None, "")
+                found = found or objection
+                yield _row(item, name, "passed" if found is None else "failed", found or built, started)
 
 
 Check = Callable[[Case, ModuleType, str], str | None]
 
 
-def _checks(item: Item) -> list[tuple[str, Check]]:
-    """(words added to the name of the case, what is checked) of an item."""
+def _checks(item: Item, case: Case) -> list[tuple[str, Check]]:
+    """(words added to the name of the case, what is checked) of an item and a case."""
     section = item.section
+    backward = isinstance(case, RowCase) and case.gradient is not None
     if section == "build":
-        return [("", _built), (", backward", _built_backward)]
+        return [("", _built), (", backward", _built_backward)][: 1 + backward]
     if section == "accuracy":
         return [("", _accurate)]
     if section == "invariance":
-        return [("", _invariant if item.size == "large" else _invariant_brief), (", backward", _invariant_backward)]
+        return [("", _invariant if item.size == "large" else _invariant_brief), (", backward", _invariant_backward)][
+            : 1 + backward
+        ]
     return [(", accuracy", _accurate), (", invariance", _invariant_brief)]
 
 

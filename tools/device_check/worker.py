@@ -11,14 +11,23 @@ from contextlib import nullcontext
 
 import msgspec
 
+from device_check import work
+from device_check.compiled import Compiling
 from device_check.kept import Kept
 from device_check.work import Item, run, synchronize
 
+SM = "sm_"
 ROW, DONE, BROKEN = "ROW ", "DONE", "BROKEN "
 
 
 def serve(device: str) -> None:
-    """Do items until the input ends; a device that no longer answers ends the process."""
+    """Do items until the input ends; a device that no longer answers ends the process.
+
+    device: `cuda`, `cpu`, or `sm_90` and the like, for which kernels are compiled on the CPU and never launched.
+    """
+    if device.startswith(SM):
+        work.compiling = Compiling(int(device.removeprefix(SM)))
+        device = "cpu"
     with Kept() if device == "cuda" else nullcontext():
         _serve(device)
 
