@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,18 +18,46 @@ from rlk_ledger_kernels.suite.case import Case, Feeding, Sequence_, SequenceCase
 from rlk_ledger_kernels.suite.feeding import Span, feed, pages_of
 from rlk_ledger_kernels.suite.layouts import whole
 
-_SHAPES = {"small": ((4, 2, 32), (150, 1, 70)), "large": ((32, 8, 128), (1537, 1, 700))}
-"""(query heads, kv heads, head dimension), lengths of the sequences."""
-_VARIANTS: tuple[tuple[DType, int | None], ...] = (("float32", None), ("bfloat16", None), ("float32", 40))
+
+@dataclass(frozen=True)
+class _Shape:
+    """heads: query heads, kv heads, head dimension. lengths: of the sequences. dtype: of operands, cache and output.
+
+    tensor_cores: the scale is applied to the score and the weights are rounded to dtype.
+    """
+
+    heads: tuple[int, int, int]
+    lengths: tuple[int, ...]
+    dtype: DType
+    window: int | None = None
+    tensor_cores: bool = False
+
+
+_LENGTHS = (150, 1, 70)
+_SHAPES = {
+    "small": (
+        _Shape((4, 2, 32), _LENGTHS, "float32"),
+        _Shape((4, 2, 32), _LENGTHS, "bfloat16"),
+        _Shape((8, 2, 16), _LENGTHS, "float16", None, True),
+        _Shape((4, 2, 32), _LENGTHS, "float32", 40),
+        _Shape((3, 3, 6), _LENGTHS, "float32", 70),
+        _Shape((8, 1, 16), _LENGTHS, "bfloat16", 40, True),
+    ),
+    "large": (
+        _Shape((32, 8, 128), (1537, 1, 700), "float32"),
+        _Shape((32, 8, 128), (4096, 1, 700), "bfloat16", None, True),
+        _Shape((32, 8, 128), (4096, 1, 700), "bfloat16", 1024, True),
+    ),
+}
 
 
 def cases(size: str = "small") -> list[Case]:
-    """Full attention in float32 and bfloat16, and a sliding window."""
-    return [_case(size, dtype, window) for dtype, window in _VARIANTS]
+    """Full attention and a sliding window, 1 to 8 query heads to a kv head, in three dtypes."""
+    return [_case(shape) for shape in _SHAPES[size]]
 
 
-def _case(size: str, dtype: DType, window: int | None) -> SequenceCase:
-    (heads, kv_heads, dim), lengths = _SHAPES[size]
+def _case(shape: _Shape) -> SequenceCase:
+    (heads, kv_heads, dim), lengths, dtype, window = shape.heads, shape.lengths, shape.dtype, shape.window
     generator = torch.Generator().manual_seed(heads * dim)
     sequences = [
         tuple(
@@ -38,7 +67,14 @@ def _case(size: str, dtype: DType, window: int | None) -> SequenceCase:
         for length in lengths
     ]
     schedule = Schedule()
-    contract = AttentionContract(scale=dim**-0.5, output=dtype, window=window, schedule=schedule)
+    contract = AttentionContract(
+        scale=dim**-0.5,
+        output=dtype,
+        window=window,
+        schedule=schedule,
+        scale_at="score" if shape.tensor_cores else "query",
+        weights=dtype if shape.tensor_cores else "float32",
+    )
 
     def run(module: ModuleType, given: Sequence[Sequence_], feeding: Feeding) -> list[torch.Tensor]:
         return _fed(module, given, feeding, contract)
@@ -50,6 +86,7 @@ def _case(size: str, dtype: DType, window: int | None) -> SequenceCase:
         return _gradients(module, given, contract)
 
     sliding = "" if window is None else f", window {window}"
+    sliding += ", for tensor cores" if shape.tensor_cores else ""
     name = f"{heads} over {kv_heads} heads of {dim}, {'+'.join(map(str, lengths))} tokens, {dtype}{sliding}"
     return SequenceCase("attention", name, dtype, sequences, schedule.kv_block, run, expected, gradient)
 
@@ -62,9 +99,10 @@ def _fed(
     q_THD, k_TKD, _ = sequences[0]
     device = q_THD.device
     blocks = max(max(pages, default=0) for pages in pages_of(feeding, block)) + 1
-    cache = KVCache(blocks, k_TKD.shape[1], block, q_THD.shape[2], contract.output, device=device)
-    cache.keys.fill_(feeding.stale)
-    cache.values[..., : cache.head_dim].fill_(feeding.stale)
+    cache = _cache(blocks, k_TKD, contract)
+    stale = torch.tensor(feeding.stale, device=device)  # rounded, where a number would be refused, to the cache's dtype
+    cache.keys.copy_(stale)
+    cache.values[..., : cache.head_dim].copy_(stale)
 
     def call(spans: list[Span]) -> Sequence[torch.Tensor]:
         chunks = [Chunk(span.first, span.end - span.first, span.pages) for span in spans]
@@ -78,6 +116,13 @@ def _fed(
     return feed(feeding, block, call)
 
 
+def _cache(blocks: int, k_TKD: torch.Tensor, contract: AttentionContract) -> KVCache:
+    """A cache in the contract's dtype, stored wide on a CPU."""
+    device = k_TKD.device
+    block, kv_heads, dim = contract.schedule.kv_block, *k_TKD.shape[1:]
+    return KVCache(blocks, kv_heads, block, dim, contract.output, device=device, wide=device.type == "cpu")
+
+
 def _gradients(module: ModuleType, sequences: Sequence[Sequence_], contract: AttentionContract) -> list[torch.Tensor]:
     """Per sequence float32 [T, (heads + 2 kv heads) x D]: dq, dk and dv of one packed prefill."""
     block, counts = contract.schedule.kv_block, [len(sequence[0]) for sequence in sequences]
@@ -87,9 +132,7 @@ def _gradients(module: ModuleType, sequences: Sequence[Sequence_], contract: Att
         [Chunk(0, n, page) for n, page in zip(counts, pages)], contract.schedule, window=contract.window
     )
     plan = plan.to(q.device)
-    cache = KVCache(
-        max(max(page) for page in pages) + 1, k.shape[1], block, q.shape[2], contract.output, device=q.device
-    )
+    cache = _cache(max(max(page) for page in pages) + 1, k, contract)
     cache.write(k, v, plan)
     out_NHD, lse_NH = module.attention(q, cache, plan, contract)
     generator = torch.Generator().manual_seed(block)

@@ -287,6 +287,14 @@ def _steps(
     return steps
 
 
+def tiled_for_backward(plan: AttentionPlan, schedule: Schedule) -> AttentionPlan:
+    """The plan with the one query tile that sums over queries are taken in, so that no batch chooses their order."""
+    tile = min(PREFILL_TILE, plan.kv_block)
+    if plan.q_tile == tile:
+        return plan
+    return plan_attention(plan.chunks, schedule, tile, plan.window).to(plan.gather_R.device)
+
+
 def key_places(plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """For each packed row, its logical block among all blocks of all chunks and its place inside."""
     offset_C = np.cumsum([0, *(len(chunk.blocks) for chunk in plan.chunks)])

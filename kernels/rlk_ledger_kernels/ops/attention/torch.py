@@ -16,12 +16,14 @@ from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.operands import check, check_whole
 from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, collected, entries, visits
-from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Pairs, Step, key_places
+from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Pairs, Step, key_places, tiled_for_backward
 from rlk_ledger_kernels.ops.linear.torch import row_sum
 from rlk_ledger_kernels.precision import exact_products
-from rlk_ledger_kernels.schedule import ALIGNMENT, MAX_LEAF
+from rlk_ledger_kernels.schedule import ALIGNMENT
 
 _MINUS_INFINITY = float("-inf")
+_ROWS_LEAF = 128
+"""Rows of a query tile that one product of the backward pass sums; BLAS cuts longer sums itself."""
 
 
 def attention(
@@ -106,6 +108,7 @@ def attention_backward(
     Raises OperandError as `attention` does, and for a chunk that starts behind position 0.
     """
     check_whole(plan)
+    plan = tiled_for_backward(plan, contract.schedule)
     q_TKMD, kv_heads = _tiled_queries(q_NHD, cache, plan, contract), cache.keys.shape[1]
     grad_NHD, grad_lse_NH = grad_NHD.to(torch.float32), grad_lse_NH.to(torch.float32)
     dots_R = row_sum((grad_NHD * out_NHD).reshape(-1, cache.head_dim), contract.schedule)
@@ -113,6 +116,12 @@ def attention_backward(
     # A row that saw nothing has lse = -inf and gets weights exp(-inf) = 0.
     lse_NH1 = lse_NH.masked_fill(lse_NH == _MINUS_INFINITY, float("inf"))[..., None]
     grad_TKMD, slope_TKM1, lse_TKM1 = (_by_tile(x, plan, kv_heads) for x in (grad_NHD, slope_NH1, lse_NH1))
+    # Rows that are padding hold the first row of the batch; their weights are zero, but zero times NaN is NaN.
+    padding_TQ = torch.ones_like(plan.gather_R, dtype=torch.bool)
+    padding_TQ[plan.scatter_P[: plan.rows]] = False
+    for x in (q_TKMD, grad_TKMD):
+        by_query = x.view(plan.tiles, kv_heads, -1, plan.q_tile, cache.head_dim)
+        by_query.masked_fill_(padding_TQ.view(plan.tiles, 1, 1, plan.q_tile, 1), 0.0)
     keys = sum(len(chunk.blocks) for chunk in plan.chunks)
     dq_TKMD = torch.zeros_like(q_TKMD)
     dk_PKBD, dv_PKBD = q_TKMD.new_zeros((2, keys, *cache.keys.shape[1:]))
@@ -159,7 +168,7 @@ def _weights_and_slopes(
 
 def _summed_over_rows(x_AKMB: torch.Tensor, y_AKMD: torch.Tensor, q_tile: int) -> torch.Tensor:
     """x^T y over the rows of a tile, at most one leaf of rows to a product: [A, kv heads, kv_block, D]."""
-    leaf = max(1, MAX_LEAF // q_tile) * q_tile
+    leaf = max(1, _ROWS_LEAF // q_tile) * q_tile
     total = torch.matmul(x_AKMB[:, :, :leaf].transpose(-1, -2), y_AKMD[:, :, :leaf])
     for start in range(leaf, x_AKMB.shape[2], leaf):
         rows = slice(start, start + leaf)
