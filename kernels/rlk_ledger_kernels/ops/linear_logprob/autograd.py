@@ -73,7 +73,6 @@ def linear_logprob(
     their operands' dtype. Raises OperandError as the operator does.
     """
     group = group or SimulatedGroup(1)
-    result: torch.Tensor = _LinearLogprob.apply(
-        module, hidden_NK, weight_VK, tokens_N, contract, first, vocabulary, group
-    )
+    made = _LinearLogprob.apply(module, hidden_NK, weight_VK, tokens_N, contract, first, vocabulary, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = made
     return result

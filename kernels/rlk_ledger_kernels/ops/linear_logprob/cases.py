@@ -40,7 +40,8 @@ def _contract(dtype: str, tile: int) -> LogprobContract:
 
 def _weight(k: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
     weight_VK = torch.randn((vocabulary, k), generator=torch.Generator().manual_seed(k))
-    return (weight_VK * k**-0.5 * 3).to(like.dtype).to(like.device)
+    scaled_VK: torch.Tensor = weight_VK * (3.0 * k**-0.5)
+    return scaled_VK.to(like.dtype).to(like.device)
 
 
 def _case(rows: int, k: int, vocabulary: int, tile: int, dtype: str) -> RowCase:

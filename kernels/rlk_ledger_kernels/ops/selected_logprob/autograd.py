@@ -40,5 +40,6 @@ def selected_logprob(
     vocabulary: int | None = None,
 ) -> torch.Tensor:
     """`module.selected_logprob`, differentiable in the logits by `module.selected_logprob_backward`."""
-    result: torch.Tensor = _SelectedLogprob.apply(module, logits_NV, tokens_N, contract, vocabulary)
+    made = _SelectedLogprob.apply(module, logits_NV, tokens_N, contract, vocabulary)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = made
     return result

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from rlk_ledger_kernels.dtypes import torch_dtype
+from rlk_ledger_kernels.dtypes import DType, torch_dtype
 from rlk_ledger_kernels.ops.selected_logprob import reference
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.schedule import Schedule
@@ -55,7 +55,7 @@ def operands(rows: int, vocabulary: int, dtype: str) -> Rows:
 
 def _contract(dtype: str, tile: int) -> LogprobContract:
     schedule = Schedule(vocab_tile=tile)
-    logits = "bfloat16" if dtype == "bfloat16" else "float32"
+    logits: DType = "bfloat16" if dtype == "bfloat16" else "float32"
     return LogprobContract(temperature=0.7, logits=logits, ignore_index=-100, schedule=schedule)
 
 

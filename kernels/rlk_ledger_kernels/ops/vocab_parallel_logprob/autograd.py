@@ -57,5 +57,6 @@ def vocab_parallel_logprob(
     of which this process holds one rank. Every rank gets the same bits. Raises OperandError for shards that cut a
     vocabulary tile, overlap or leave a gap.
     """
-    result: torch.Tensor = _VocabParallelLogprob.apply(module, logits_NS, first, vocabulary, tokens_N, contract, group)
+    made = _VocabParallelLogprob.apply(module, logits_NS, first, vocabulary, tokens_N, contract, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = made
     return result

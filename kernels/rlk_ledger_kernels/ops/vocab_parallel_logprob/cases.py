@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.dtypes import DType
 from rlk_ledger_kernels.ops.selected_logprob import cases as whole_cases
 from rlk_ledger_kernels.ops.selected_logprob import reference as whole
 from rlk_ledger_kernels.ops.vocab_parallel_logprob.contract import LogprobContract
@@ -46,7 +47,7 @@ def shards(vocabulary: int, columns: int, tile: int, ranks: int) -> list[tuple[i
 
 
 def _contract(dtype: str, tile: int) -> LogprobContract:
-    logits = "bfloat16" if dtype == "bfloat16" else "float32"
+    logits: DType = "bfloat16" if dtype == "bfloat16" else "float32"
     return LogprobContract(temperature=0.7, logits=logits, ignore_index=-100, schedule=Schedule(vocab_tile=tile))
 
 
@@ -60,7 +61,7 @@ def _case(rows: int, vocabulary: int, tile: int, ranks: int, dtype: str) -> RowC
     contract = _contract(dtype, tile)
 
     def expected(these: Rows) -> torch.Tensor:
-        return whole.selected_logprob(*these, contract, vocabulary)
+        return whole.selected_logprob(these[0], these[1], contract, vocabulary)
 
     def gradient(module: ModuleType, these: Rows) -> torch.Tensor:
         logits_NV, tokens_N = these
