@@ -4,11 +4,14 @@ The probe runs the very products an operator will run (same leaf, same row count
 operands and compares bits: one row count with another (T5: a prefill tile with a decode tile), shifted rows
 beside other neighbours (T1, T2), and the current thread count with one thread. `exp` and `log` are compared at
 shifted offsets. What fails is given up in this order: several threads, several row counts, the run.
+
+On a GPU the same products run there, through the torch backend and so through cuBLAS; threads do not apply, and one row
+count means the widest of at most 128 rows, since a GPU pads cheaply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +21,12 @@ from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import InvarianceError
 from rlk_ledger_kernels.ops.attention.plan import DECODE_TILE, PREFILL_TILE
 from rlk_ledger_kernels.ops.linear.torch import contract_rows
+from rlk_ledger_kernels.precision import cublas_workspace, exact_products
 from rlk_ledger_kernels.schedule import ALIGNMENT, Schedule
 
 _SEED = 20260731
+_CPU = torch.device("cpu")
+_WIDEST_SINGLE_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Admission:
     reason: str
 
 
+Draw = Callable[..., torch.Tensor]
+"""A fresh random tensor of a shape, on the device that is probed."""
+
 _verdicts: dict[tuple[object, ...], Admission] = {}
 
 
@@ -66,28 +75,46 @@ def using_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def admit(shapes: ShapesInUse, schedule: Schedule) -> Admission:
-    """Probe these shapes on the current thread count, once per process.
+def admit(shapes: ShapesInUse, schedule: Schedule, device: torch.device | str = "cpu") -> Admission:
+    """Probe these shapes on the current thread count, or on a GPU, once per process and machine.
 
     Raises InvarianceError when even one thread and one row count do not give repeatable bits.
     """
-    threads = torch.get_num_threads()
-    key = (threads, torch.__version__, torch.backends.cpu.get_cpu_capability(), shapes, schedule)
+    threads, place = torch.get_num_threads(), torch.device(device)
+    key = (*_machine(place), torch.__version__, shapes, schedule)
     if key not in _verdicts:
-        _verdicts[key] = _decide(shapes, schedule, threads)
+        _verdicts[key] = _decide(shapes, schedule, threads, place)
     return _verdicts[key]
 
 
-def _decide(shapes: ShapesInUse, schedule: Schedule, threads: int) -> Admission:
-    full = (schedule.row_tiles, (min(DECODE_TILE, schedule.kv_block), min(PREFILL_TILE, schedule.kv_block)))
-    single = (schedule.row_tiles[:1], (full[1][1], full[1][1]))
-    candidates = [(threads, *full), (1, *full), (threads, *single), (1, *single)]
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """What a verdict holds for besides build, shapes and schedule."""
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return ("cuda", name, capability, torch.version.cuda, cublas_workspace())
+    return (device.type, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+
+
+def _candidates(
+    schedule: Schedule, threads: int, device: torch.device
+) -> list[tuple[int, tuple[int, ...], tuple[int, int]]]:
+    """(threads, row tiles, query tiles) from the fastest to the safest."""
+    decode, prefill = min(DECODE_TILE, schedule.kv_block), min(PREFILL_TILE, schedule.kv_block)
+    full, single = (schedule.row_tiles, (decode, prefill)), (schedule.row_tiles[:1], (prefill, prefill))
+    if device.type != "cpu":
+        narrow = [tile for tile in schedule.row_tiles if tile <= _WIDEST_SINGLE_TILE]
+        return [(threads, *full), (threads, tuple(narrow[-1:]) or schedule.row_tiles[:1], single[1])]
+    return list(dict.fromkeys([(threads, *full), (1, *full), (threads, *single), (1, *single)]))
+
+
+def _decide(shapes: ShapesInUse, schedule: Schedule, threads: int, device: torch.device) -> Admission:
     failures: list[str] = []
-    for count, row_tiles, q_tiles in dict.fromkeys(candidates):
-        failure = first_failure(shapes, schedule, count, row_tiles, q_tiles)
+    where = "thread(s)" if device.type == "cpu" else f"thread(s) for {device.type} ({cublas_workspace()})"
+    for count, row_tiles, q_tiles in _candidates(schedule, threads, device):
+        failure = first_failure(shapes, schedule, count, row_tiles, q_tiles, device)
         if failure is None:
             because = f" because {failures[0]}" if failures else ""
-            reason = f"probed on {count} thread(s), row tiles {row_tiles}, query tiles {q_tiles}{because}"
+            reason = f"probed on {count} {where}, row tiles {row_tiles}, query tiles {q_tiles}{because}"
             return Admission(threads=count, row_tiles=row_tiles, q_tiles=q_tiles, reason=reason)
         failures.append(failure)
     raise InvarianceError(
@@ -97,24 +124,33 @@ def _decide(shapes: ShapesInUse, schedule: Schedule, threads: int) -> Admission:
 
 
 def first_failure(
-    shapes: ShapesInUse, schedule: Schedule, threads: int, row_tiles: tuple[int, ...], q_tiles: tuple[int, int]
+    shapes: ShapesInUse,
+    schedule: Schedule,
+    threads: int,
+    row_tiles: tuple[int, ...],
+    q_tiles: tuple[int, int],
+    device: torch.device = _CPU,
 ) -> str | None:
     """The first thing that depends on what it must not depend on, in words; None when all is well."""
     generator = torch.Generator().manual_seed(_SEED)
-    if not _pointwise_holds(threads, generator):
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    if not _pointwise_holds(threads, draw):
         return f"exp or log depends on the place of an element on {threads} thread(s)"
     for product in sorted(shapes.products):
-        if not _product_holds(product, threads, row_tiles, generator):
+        if not _product_holds(product, threads, row_tiles, draw):
             return (
                 f"the product (K, leaf start, leaf end, outputs) = {product} is not repeatable on {threads} thread(s)"
             )
-    if shapes.heads is not None and not _attention_holds(shapes.heads, schedule, threads, q_tiles, generator):
+    if shapes.heads is not None and not _attention_holds(shapes.heads, schedule, threads, q_tiles, draw):
         return f"the batched product of attention {shapes.heads} is not repeatable on {threads} thread(s)"
     return None
 
 
-def _pointwise_holds(threads: int, generator: torch.Generator) -> bool:
-    x_N = torch.randn(70_003, generator=generator) * 8
+def _pointwise_holds(threads: int, draw: Draw) -> bool:
+    x_N = draw(70_003) * 8
     for function in (torch.exp, lambda t: torch.log(t.abs() + 1e-6)):
         with using_threads(1):
             whole_N = function(x_N)
@@ -126,15 +162,13 @@ def _pointwise_holds(threads: int, generator: torch.Generator) -> bool:
     return True
 
 
-def _product_holds(
-    product: tuple[int, int, int, int], threads: int, row_tiles: tuple[int, ...], generator: torch.Generator
-) -> bool:
+def _product_holds(product: tuple[int, int, int, int], threads: int, row_tiles: tuple[int, ...], draw: Draw) -> bool:
     k, start, end, outputs = product
     rows = row_tiles[-1] + row_tiles[0]
     stride = -(-k // ALIGNMENT) * ALIGNMENT
-    x_NK = torch.randn((rows, stride), generator=generator)[:, :k]
-    leaves = ((start, end, torch.randn((end - start, outputs), generator=generator)),)
-    shifted_NK = torch.randn((rows, stride), generator=generator)[:, :k]
+    x_NK = draw(rows, stride)[:, :k]
+    leaves = ((start, end, draw(end - start, outputs)),)
+    shifted_NK = draw(rows, stride)[:, :k]
     shifted_NK[: rows - 5] = x_NK[5:]
     with using_threads(1):
         expected_NO = contract_rows(x_NK, leaves, row_tiles[:1])
@@ -154,17 +188,17 @@ def _attention_holds(
     schedule: Schedule,
     threads: int,
     q_tiles: tuple[int, int],
-    generator: torch.Generator,
+    draw: Draw,
 ) -> bool:
     group, head_dim, columns = heads
     small, large = group * q_tiles[0], group * q_tiles[1]
-    q_BMD = torch.randn((40, large, head_dim), generator=generator)
-    k_BDS = torch.randn((40, schedule.kv_block, head_dim), generator=generator).transpose(1, 2)
-    v_BSV = torch.randn((40, schedule.kv_block, columns), generator=generator)
-    with using_threads(1):
+    q_BMD = draw(40, large, head_dim)
+    k_BDS = draw(40, schedule.kv_block, head_dim).transpose(1, 2)
+    v_BSV = draw(40, schedule.kv_block, columns)
+    with exact_products(q_BMD.device), using_threads(1):
         scores = torch.bmm(q_BMD[:, :small], k_BDS)
         values = torch.bmm(scores, v_BSV)
-    with using_threads(threads):
+    with exact_products(q_BMD.device), using_threads(threads):
         for batch in (1, 2, 3, 40):
             for rows in (small, large):
                 got = torch.bmm(q_BMD[:batch, :rows].contiguous(), k_BDS[:batch])

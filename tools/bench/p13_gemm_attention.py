@@ -25,6 +25,7 @@ from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
+from rlk_ledger_kernels.schedule import Schedule
 
 GEMM_BAR, ATTENTION_BAR = 0.70, 0.60
 
@@ -65,7 +66,8 @@ def _product(clock: Clock, what: str, count: int, k: int, outputs: int) -> Itera
 
     def triton(name: str) -> Row:
         backend = import_module("rlk_ledger_kernels.ops.linear.triton")
-        packed = backend.pack_linear(weight_OK, LinearContract(output="bfloat16"))
+        contract = LinearContract(output="bfloat16", schedule=Schedule(k_leaf=1024 if k <= 4096 else 2048))
+        packed = backend.pack_linear(weight_OK, contract)
         ms = clock.median_ms(lambda: backend.linear(x_NK, packed))
         detail = f"{2 * count * k * outputs / ms / 1e9:.0f} TFLOP/s, torch.mm {mm_ms:.3g} ms"
         return judged(

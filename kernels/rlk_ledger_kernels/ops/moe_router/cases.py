@@ -40,7 +40,7 @@ def wrong() -> list[Wrong]:
         (logits_NE,) = operands
         weights_NT, experts_NT = reference.moe_router(logits_NE, contract)
         p_NE = torch.exp(logits_NE - logits_NE.amax(1, keepdim=True))
-        parts = p_NE.split(4 if len(logits_NE) < 32 else 16, dim=1)
+        parts = torch.split(p_NE, 4 if len(logits_NE) < 32 else 16, dim=1)
         total_N = torch.zeros(len(logits_NE))
         for part in parts:
             total_N = total_N + part.cumsum(1)[:, -1]
