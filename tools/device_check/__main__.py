@@ -2,7 +2,7 @@
 
 Usage: python tools/device_check [--interpret | --compile 90] [--operators NAME ...] [--sections NAME ...] [--json FILE]
 
-Without a card, `--interpret` runs every line of it on the CPU, kernels in Triton's interpreter, at small shapes, and its
+Without a card, `--interpret` runs every line of it on the CPU: kernels in Triton's interpreter, small shapes, and its
 times mean nothing; `--compile 90` builds every kernel for that compute capability and launches none. Exit code 0
 when nothing failed, 1 when something did, 2 when there is nothing to run on.
 """
