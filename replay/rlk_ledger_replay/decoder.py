@@ -167,7 +167,7 @@ class Decoder:
             raise OperandError("routes exist in a mixture-of-experts model, and are replayed on one cp rank")
         layers = self.checkpoint.config.experts.layers
         admission = self.admission()
-        network = self._network(admission)
+        network = self.network(admission)
         total = Routed([], [], 0, 0)
         first = 0
         checked = [self._checked(index, ids, start) for index, (ids, start) in enumerate(samples)]
@@ -211,12 +211,13 @@ class Decoder:
     def _sessions(self, samples: Sequence[tuple[TokenIds, int]], rows: int) -> Iterator[Session]:
         """One session per group of samples of at most about `rows` rows together."""
         admission = self.admission()
-        network = self._network(admission)
+        network = self.network(admission)
         checked = [self._checked(index, ids, start) for index, (ids, start) in enumerate(samples)]
         for group in _groups(checked, rows):
             yield Session(network, admission, group)
 
-    def _network(self, admission: Admission) -> Network:
+    def network(self, admission: Admission) -> Network:
+        """The packed network at the row counts the probe admitted; made once for each."""
         tiles = admission.row_tiles
         if tiles not in self._networks:
             with torch.no_grad():
