@@ -33,6 +33,8 @@ class SplitkvPlanned(Event, frozen=True, kw_only=True):
     owners: Count
     num_splits: Count | Literal["auto"]
     merge_order: Literal["global_block_index", "global_block_index_descending"]
+    blocks: Any = None
+    entries: Any = None
     strict: bool | None = None
     side: Name | None = None
     contract_id: Name | None = None
