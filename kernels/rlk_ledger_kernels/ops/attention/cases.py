@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -12,9 +12,10 @@ from rlk_ledger_kernels.dtypes import DType, torch_dtype
 from rlk_ledger_kernels.ops.attention import reference
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
-from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
+from rlk_ledger_kernels.ops.attention.partials import contiguous
+from rlk_ledger_kernels.ops.attention.plan import AttentionPlan, Chunk, plan_attention
 from rlk_ledger_kernels.schedule import Schedule
-from rlk_ledger_kernels.suite.case import Case, Feeding, Sequence_, SequenceCase
+from rlk_ledger_kernels.suite.case import Case, Feeding, Sequence_, SequenceCase, Wrong
 from rlk_ledger_kernels.suite.feeding import Span, feed, pages_of
 from rlk_ledger_kernels.suite.layouts import whole
 
@@ -56,6 +57,43 @@ def cases(size: str = "small") -> list[Case]:
     return [_case(shape) for shape in _SHAPES[size]]
 
 
+def wrong() -> list[Wrong]:
+    """Two context-parallel ranks whose normalised outputs and log-sum-exps are averaged."""
+    right = _case(_SHAPES["small"][0])
+    contract = AttentionContract(scale=_SHAPES["small"][0].heads[2] ** -0.5)
+
+    def run(module: ModuleType, given: Sequence[Sequence_], feeding: Feeding) -> list[torch.Tensor]:
+        return _fed(_MeanOfRanks(module), given, feeding, contract)
+
+    return [Wrong("accuracy", "ranks average what each normalised (mean of rank LSEs)", replace(right, run=run), right)]
+
+
+class _MeanOfRanks:
+    """A backend that computes each half of the blocks rightly and merges the halves wrongly."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def attention(
+        self, q_NHD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `attention` returns where one rank holds everything; a mean over the ranks that hold something else."""
+        results = []
+        for rank in range(2):
+            owned = [contiguous(len(chunk.blocks), 2)[rank] for chunk in plan.chunks]
+            others = [contiguous(len(chunk.blocks), 2)[1 - rank] for chunk in plan.chunks]
+            mine = self.module.attention_partials(q_NHD, cache, plan, contract, owned)
+            rest = self.module.attention_partials(q_NHD, cache, plan, contract, others)
+            rest.m_EKM.fill_(float("-inf"))
+            rest.l_EKM.zero_()
+            rest.o_EKMD.zero_()
+            results.append(self.module.merge_partials([mine, rest], plan, contract))
+        (out_a, lse_a), (out_b, lse_b) = results
+        one_N1 = (lse_a == float("-inf")) | (lse_b == float("-inf"))
+        lse = torch.where(one_N1, torch.maximum(lse_a, lse_b), (lse_a + lse_b) / 2)
+        return torch.where(one_N1[..., None], out_a + out_b, (out_a + out_b) / 2), lse
+
+
 def _case(shape: _Shape) -> SequenceCase:
     (heads, kv_heads, dim), lengths, dtype, window = shape.heads, shape.lengths, shape.dtype, shape.window
     generator = torch.Generator().manual_seed(heads * dim)
@@ -92,7 +130,7 @@ def _case(shape: _Shape) -> SequenceCase:
 
 
 def _fed(
-    module: ModuleType, sequences: Sequence[Sequence_], feeding: Feeding, contract: AttentionContract
+    module: ModuleType | _MeanOfRanks, sequences: Sequence[Sequence_], feeding: Feeding, contract: AttentionContract
 ) -> list[torch.Tensor]:
     """Per sequence float32 [T, heads x (D + 1)]: the output, which widens exactly, and the log-sum-exp."""
     block = contract.schedule.kv_block
