@@ -29,7 +29,7 @@ from rlk_ledger_kernels.ops.swiglu import autograd as swiglu_autograd
 from rlk_ledger_kernels.ops.swiglu import torch as swiglu_torch
 from rlk_ledger_kernels.ops.swiglu import triton as swiglu_triton
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
-from rlk_ledger_kernels.token_sum import FAN_IN, token_sum
+from rlk_ledger_kernels.token_sum import FAN_IN, add_level, grouped_token_sum, token_sum
 
 Function = Callable[..., torch.Tensor]
 SHAPES = [((37, 20), (20,)), ((1, 1), (1,)), ((70, 3, 33), (3, 33)), ((3, 700), (700,))]
@@ -168,6 +168,11 @@ def test_the_tree_is_the_declared_one(count: int) -> None:
         return nodes[0] if len(nodes) == 1 else tree(nodes)
 
     assert same_bits(token_sum(rows), tree(list(rows)))
+    if count:
+        groups = torch.arange(count) % 3  # tokens of a group are its own, in order, whatever lies between them
+        found, sums = grouped_token_sum(rows, groups, add_level)
+        assert found.tolist() == list(range(min(3, count)))
+        assert all(same_bits(sums[group], tree(list(rows[groups == group]))) for group in found.tolist())
 
 
 @pytest.mark.parametrize("module", [norm_torch, norm_triton], ids=["torch", "triton"])
