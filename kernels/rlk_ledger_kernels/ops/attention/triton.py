@@ -10,6 +10,7 @@ only those at an edge are masked. ROWS, warps and stages follow from head_dim, k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +25,14 @@ from rlk_ledger_kernels.ops.attention.partials import BlockPartials, Owned, coll
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.ops.attention.triton_backward import run_backward
 from rlk_ledger_kernels.ops.attention.triton_block import finished, merged, reduced_block
+from rlk_ledger_kernels.triton_device import interpreted
 from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to
 
 _SHARED_MEMORY = 200 * 1024
 """Bytes of a Hopper multiprocessor that a program plans with."""
+
+_UNROLLED_ROWS = 16
+"""Rows of a program whose products cannot run on tensor cores; the interpreter, which unrolls nothing, takes more."""
 
 
 @triton.jit
@@ -205,17 +210,17 @@ def attention(
     applied to the score; elsewhere operands are widened and multiplied in IEEE float32.
     """
     check(q_NHD, cache, plan, contract)
-    rows, heads, head_dim = q_NHD.shape
-    packing = _packing(heads // cache.keys.shape[1], head_dim)
-    work = launch(plan, _rows(head_dim) // packing["PACKED"])
+    rows, heads, _ = q_NHD.shape
+    chosen = settings(q_NHD.dtype, cache, contract)
+    packing = _packing(heads // cache.keys.shape[1], chosen["ROWS"])
+    work = launch(plan, chosen["ROWS"] // packing["PACKED"])
     out_NHD = torch.zeros_like(q_NHD, dtype=torch_dtype(contract.output), memory_format=torch.contiguous_format)
     lse_NH = q_NHD.new_zeros((rows, heads), dtype=torch.float32)
     _forward_kernel[(len(work.tiles_T4), cache.keys.shape[1] * packing["RUNS"])](
         q_NHD.contiguous(), cache.keys, cache.values, work.pages_P, work.tiles_T4, out_NHD, lse_NH, heads,
         contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
         **packing, REVERSE=contract.schedule.kv_order == "reverse",
-        OUTPUT=TRITON_DTYPES[out_NHD.dtype], WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)],
-        **settings(q_NHD.dtype, cache, contract),
+        OUTPUT=TRITON_DTYPES[out_NHD.dtype], WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)], **chosen,
     )  # fmt: skip
     return out_NHD, lse_NH
 
@@ -231,15 +236,15 @@ def attention_partials(
     heads, head_dim = q_NHD.shape[1:]
     kv_heads, group = cache.keys.shape[1], heads // cache.keys.shape[1]
     tile_E, block_E = entries(plan, owned)
+    chosen = settings(q_NHD.dtype, cache, contract)
     m_EKM = q_NHD.new_empty((len(tile_E), kv_heads, group * plan.q_tile), dtype=torch.float32)
     l_EKM, o_EKMD = torch.empty_like(m_EKM), m_EKM.new_empty((*m_EKM.shape, head_dim))
     if len(tile_E):
         on_device = [torch.from_numpy(x).to(q_NHD.device, torch.int32) for x in (tile_E, block_E)]
-        _partials_kernel[(len(tile_E), kv_heads, -(-m_EKM.shape[2] // _rows(head_dim)))](
+        _partials_kernel[(len(tile_E), kv_heads, -(-m_EKM.shape[2] // chosen["ROWS"]))](
             q_NHD.contiguous(), cache.keys, cache.values, launch(plan, 1).pages_P, *on_device, *places(plan),
             m_EKM, l_EKM, o_EKMD, heads, contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
-            GROUP=group, Q_TILE=plan.q_tile, WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)],
-            **settings(q_NHD.dtype, cache, contract),
+            GROUP=group, Q_TILE=plan.q_tile, WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)], **chosen,
         )  # fmt: skip
     return BlockPartials(len(q_NHD), tile_E, block_E, m_EKM, l_EKM, o_EKMD)
 
@@ -284,15 +289,16 @@ def attention_backward(
     """
     check(q_NHD, cache, plan, contract)
     check_whole(plan)
+    chosen = settings(q_NHD.dtype, cache, contract)
     return run_backward(
         grad_NHD, grad_lse_NH, q_NHD, out_NHD, lse_NH, cache.keys, cache.values, plan, contract.scale,
-        _packing(q_NHD.shape[1] // cache.keys.shape[1], cache.head_dim), settings(q_NHD.dtype, cache, contract),
+        _packing(q_NHD.shape[1] // cache.keys.shape[1], chosen["ROWS"]), chosen,
     )  # fmt: skip
 
 
-def _packing(group: int, head_dim: int) -> dict[str, int]:
+def _packing(group: int, rows: int) -> dict[str, int]:
     """GROUP query heads to a kv head, PACKED of them (a power of two) in a program, RUNS programs to a group."""
-    packed = min(1 << (group - 1).bit_length(), _rows(head_dim))
+    packed = min(1 << (group - 1).bit_length(), rows)
     return {"GROUP": group, "PACKED": packed, "RUNS": -(-group // packed)}
 
 
@@ -305,13 +311,16 @@ def _columns(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def settings(q_dtype: torch.dtype, cache: KVCache, contract: AttentionContract) -> dict[str, object]:
+def settings(q_dtype: torch.dtype, cache: KVCache, contract: AttentionContract) -> dict[str, Any]:
     """Compile-time arguments shared by the kernels that visit blocks; none depends on the batch."""
     kept = cache.dtype
     on_scores = contract.scale_at == "score"
     qk = kept if on_scores and q_dtype == kept else torch.float32
     pv = kept if torch_dtype(contract.weights) == kept else torch.float32
-    rows, columns, block = _rows(cache.head_dim), _columns(cache.head_dim), contract.schedule.kv_block
+    # IEEE products are unrolled into single multiplications: more rows spill and take minutes to compile.
+    unrolled = torch.float32 in (qk, pv) and not interpreted()
+    rows = _UNROLLED_ROWS if unrolled else _rows(cache.head_dim)
+    columns, block = _columns(cache.head_dim), contract.schedule.kv_block
     stage = block * columns * (qk.itemsize + pv.itemsize)
     return {
         "ROWS": rows,
@@ -323,6 +332,6 @@ def settings(q_dtype: torch.dtype, cache: KVCache, contract: AttentionContract) 
         "QK": TRITON_DTYPES[qk],
         "PV": TRITON_DTYPES[pv],
         "num_warps": 8,
-        "num_stages": max(1, min(3, (_SHARED_MEMORY - rows * columns * qk.itemsize) // stage)),
+        "num_stages": 1 if unrolled else max(1, min(3, (_SHARED_MEMORY - rows * columns * qk.itemsize) // stage)),
         "enable_fp_fusion": False,
     }
