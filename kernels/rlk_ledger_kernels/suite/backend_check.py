@@ -46,7 +46,7 @@ def check_backend(operator: Operator, backend: Backend, module: ModuleType, devi
         back = _backward(operator, backend, module, fitting, device, interpreted)
         near = _accuracy(module, fitting, device)
         name = golden.device_class(device, backend.needs)
-        bits, stands = _golden(operator, backend, module, fitting, device, name)
+        bits, stands = _golden(operator, backend, module, _thinned(fitting, interpreted), device, name)
     return BackendCheck(operator, backend, module, fitting, held, back, near, stands, name, bits)
 
 
@@ -107,7 +107,11 @@ def _invariance(backend: Backend, module: ModuleType, cases: Sequence[Case], dev
 def _backward(
     operator: Operator, backend: Backend, module: ModuleType, cases: Sequence[Case], device: str, interpreted: bool
 ) -> Checked:
-    """Invariance of the gradient, and its distance from the reference's where that has one."""
+    """Invariance of the gradient, and its distance from the reference's where that has one.
+
+    The distance is asked of float32 alone: the table of tolerances is about outputs, and has no entry for a gradient
+    through the roundings of a narrow forward pass.
+    """
     if "backward" not in backend.autograd:
         return Checked("not_claimed", "it declares no backward pass")
     graded = [case for case in cases if not isinstance(case, MaskedCase) and case.gradient is not None]
@@ -123,7 +127,7 @@ def _backward(
             mismatch = invariance.check(case, module, device, "backward", "brief" if interpreted else "full")
             if mismatch is not None:
                 return str(mismatch)
-        if reference is None:
+        if reference is None or case.dtype != "float32":
             return None
         here = moved(case, device)
         got, expected = accuracy.gradients(here, module), accuracy.gradients(here, reference)
