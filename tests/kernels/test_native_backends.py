@@ -89,7 +89,7 @@ def test_an_absent_library_says_what_would_enable_it(operator: str, backend: str
 @pytest.mark.parametrize("backend", ["flashinfer", "transformer_engine", "vllm"])
 def test_calling_an_absent_library_is_one_sentence(backend: str) -> None:
     module = import_module(f"rlk_ledger_kernels.ops.rms_norm.{backend}")
-    x = torch.ones((2, 4), dtype=torch.bfloat16)
+    x = torch.ones((2, 8), dtype=torch.bfloat16)
     with pytest.raises(BackendError, match=r"cannot be imported here.*pip install|kernels for cuda only"):
         module.rms_norm(x, x[0], RmsNormContract(output="bfloat16"))
 
@@ -152,7 +152,7 @@ import torch
 from rlk_ledger_kernels.ops.rms_norm import vllm
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 try:
-    vllm.rms_norm(torch.ones(2, 4), torch.ones(4), RmsNormContract())
+    vllm.rms_norm(torch.ones(2, 8), torch.ones(8), RmsNormContract())
 except Exception as error:
     print(type(error).__name__)
 """
