@@ -65,8 +65,6 @@ def columns_statistics(
     if logits_NS.dim() != 2:
         raise OperandError(f"selected_logprob: logits are {tuple(logits_NS.shape)}; pass [rows, vocabulary]")
     end = part_end(first, logits_NS.shape[1], vocabulary, contract)
-    if first == 0 and logits_NS.shape[1] > 0 and end == 0:
-        raise OperandError("selected_logprob: the logits have no column of the vocabulary")
     dtype = torch_dtype(contract.logits)
     tiles = ((a, logits_NS[:, a - first : b - first].to(dtype)) for a, b in part_tiles(first, end, contract))
     return tile_statistics(tiles, first, end, vocabulary, tokens_N, contract)
