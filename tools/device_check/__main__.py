@@ -55,7 +55,7 @@ def _check(args: argparse.Namespace) -> int:
 
     from device_check import report
     from device_check.card import environment
-    from device_check.supervisor import check
+    from device_check.supervisor import ITEM_LIMIT_S, check
     from rlk_ledger_kernels.triton_device import unavailable
 
     device = "cpu" if args.interpret or args.compile else "cuda"
@@ -76,7 +76,8 @@ def _check(args: argparse.Namespace) -> int:
     left = args.budget - (time.monotonic() - started)
     size = "small" if args.interpret else "large"
     target = f"sm_{args.compile}" if args.compile else device
-    rows = check(target, size, tuple(args.operators), sections, left, tell)
+    limit_s = left if args.compile else ITEM_LIMIT_S
+    rows = check(target, size, tuple(args.operators), sections, left, tell, limit_s)
     result = report.Report(
         format=report.FORMAT,
         device=device,
