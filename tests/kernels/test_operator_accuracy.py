@@ -1,4 +1,4 @@
-"""Claim: every torch operator stays within the tolerance of its class of a float64 definition, at odd shapes too.
+"""Claim: operators under placebo schedules and at their limits stay within tolerance; bad operands get one sentence.
 
 Tolerances are those of the numeric contract `ws1-c1-v2`: |candidate - reference| <= atol + rtol |reference|,
 the reference being fed the same low-precision inputs.
@@ -19,21 +19,15 @@ from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
 from rlk_ledger_kernels.ops.attention.torch import attention
 from rlk_ledger_kernels.ops.embedding import reference as embedding_reference
 from rlk_ledger_kernels.ops.embedding.torch import embedding
-from rlk_ledger_kernels.ops.linear import reference as linear_reference
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import linear, pack_linear
 from rlk_ledger_kernels.ops.linear_logprob.torch import linear_logprob, pack_head
-from rlk_ledger_kernels.ops.rms_norm import reference as rms_norm_reference
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
-from rlk_ledger_kernels.ops.rope import reference as rope_reference
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
 from rlk_ledger_kernels.ops.rope.table import RopeScaling, frequencies, rope_table
-from rlk_ledger_kernels.ops.rope.torch import rope
-from rlk_ledger_kernels.ops.selected_logprob import reference as logprob_reference
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.torch import selected_logprob
-from rlk_ledger_kernels.ops.swiglu import reference as swiglu_reference
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
@@ -65,26 +59,6 @@ def check(kind: str, dtype: str, candidate: torch.Tensor, reference: torch.Tenso
     torch.testing.assert_close(candidate.double(), reference.double(), atol=atol, rtol=rtol)
 
 
-@few
-@given(n=st.integers(1, 80), k=st.integers(1, 300), o=st.integers(1, 40), dtype=dtypes, schedule=schedules, seed=seeds)
-def test_linear(n: int, k: int, o: int, dtype: str, schedule: Schedule, seed: int) -> None:
-    x, weight, bias = draw(seed, n, k, dtype=dtype), draw(seed + 1, o, k, dtype=dtype), draw(seed + 2, o, dtype=dtype)
-    packed = pack_linear(weight, LinearContract(output=dtype, schedule=schedule), bias)
-    check("reduction", dtype, linear(x, packed), x.double() @ weight.double().T + bias.double())
-    plain = linear_reference.linear(x, linear_reference.pack_linear(weight, LinearContract(), bias))
-    torch.testing.assert_close(plain.double(), x.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4)
-
-
-@few
-@given(n=st.integers(1, 40), w=st.integers(1, 300), order=st.sampled_from(["hf", "kernel"]), dtype=dtypes, seed=seeds)
-def test_rms_norm(n: int, w: int, order: str, dtype: str, seed: int) -> None:
-    x, weight = draw(seed, n, w, dtype=dtype), draw(seed + 1, w, dtype=dtype)
-    wide = x.double()
-    reference = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    check("reduction", dtype, rms_norm(x, weight, RmsNormContract(rounding_order=order, output=dtype)), reference)
-    check("reduction", "float32", rms_norm_reference.rms_norm(x, weight, RmsNormContract()), reference)
-
-
 def test_rms_norm_rounding_orders_differ_in_bfloat16_and_agree_in_float32() -> None:
     for dtype, equal in (("float32", True), ("bfloat16", False)):
         x, weight = draw(1, 64, 128, dtype=dtype), draw(2, 128, dtype=dtype)
@@ -92,17 +66,6 @@ def test_rms_norm_rounding_orders_differ_in_bfloat16_and_agree_in_float32() -> N
             rms_norm(x, weight, RmsNormContract(rounding_order=order, output=dtype)) for order in ("hf", "kernel")
         )
         assert torch.equal(hf, kernel) is equal
-
-
-@few
-@given(n=st.integers(1, 40), heads=st.integers(1, 4), half=st.integers(1, 40), dtype=dtypes, seed=seeds)
-def test_rope(n: int, heads: int, half: int, dtype: str, seed: int) -> None:
-    contract = RopeContract(table=dtype, arithmetic=dtype)
-    f = frequencies(2 * half, 10000.0)
-    x, positions = draw(seed, n, heads, 2 * half, dtype=dtype), torch.arange(n) * 3
-    table = rope_table(f, 3 * n, contract)
-    exact = rope_table(f, 3 * n, RopeContract()).at(positions)
-    check("elementwise", dtype, rope(x, table.at(positions), contract), rope_reference.rope(x, exact, RopeContract()))
 
 
 def test_rope_scalings_change_frequencies_as_defined() -> None:
@@ -114,36 +77,9 @@ def test_rope_scalings_change_frequencies_as_defined() -> None:
     assert bool((llama3 <= plain).all())
 
 
-@few
-@given(n=st.integers(1, 40), w=st.integers(1, 200), dtype=dtypes, seed=seeds)
-def test_swiglu(n: int, w: int, dtype: str, seed: int) -> None:
-    gate, up = draw(seed, n, w, dtype=dtype) * 5, draw(seed + 1, n, w, dtype=dtype)
-    reference = gate.double() * gate.double().sigmoid() * up.double()
-    check("elementwise", dtype, swiglu(gate, up, SwigluContract(output=dtype)), reference)
-    check("elementwise", "float32", swiglu_reference.swiglu(gate, up, SwigluContract()), reference)
-
-
 def test_swiglu_keeps_its_limits() -> None:
     gate = torch.tensor([-1e4, -100.0, 100.0, 1e4])
     assert swiglu(gate, torch.ones(4), SwigluContract()).tolist() == [0.0, 0.0, 100.0, 1e4]
-
-
-@few
-@given(
-    n=st.integers(1, 40),
-    v=st.integers(1, 500),
-    dtype=dtypes,
-    t=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
-    schedule=schedules,
-    seed=seeds,
-)
-def test_selected_logprob(n: int, v: int, dtype: str, t: float, schedule: Schedule, seed: int) -> None:
-    logits = draw(seed, n, v, dtype=dtype) * 2
-    tokens = torch.randint(0, v, (n,), generator=torch.Generator().manual_seed(seed))
-    reference = torch.log_softmax(logits.double() / t, -1).gather(1, tokens[:, None])[:, 0]
-    contract = LogprobContract(temperature=t, logits=dtype, schedule=schedule)
-    check("logprob", "float32", selected_logprob(logits, tokens, contract), reference)
-    check("logprob", "float32", logprob_reference.selected_logprob(logits, tokens, contract), reference)
 
 
 @few

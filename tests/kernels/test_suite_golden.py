@@ -1,4 +1,4 @@
-"""Claim: within a class of device an operator's bits are the recorded ones, and a class nobody recorded never passes."""
+"""Claim: within a class of device the bits of an operator are those recorded; a class nobody recorded never passes."""
 
 from __future__ import annotations
 
