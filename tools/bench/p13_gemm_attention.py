@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -41,6 +42,9 @@ PRODUCTS = {
 }
 """(name, rows N, K, outputs O) of a layer."""
 
+LEAVES = {4096: (1024, 512), 12288: (2048,)}
+"""k_leaf by K: trees of four and of eight leaves; the shards of eight ranks are whole nodes of those of eight."""
+
 ATTENTION = {"large": ((32, 8, 128), ((2, 2048), (1, 8192))), "small": ((4, 2, 32), ((1, 80),))}
 """(query heads, kv heads, head dimension), then (sequences, tokens) of each row."""
 
@@ -64,15 +68,14 @@ def _product(clock: Clock, what: str, count: int, k: int, outputs: int) -> Itera
     mm_ms = clock.median_ms(lambda: torch.mm(x_NK, weight_OK.T))
     about = f"{what}, {count} x {k} x {outputs} bfloat16"
 
-    def triton(name: str) -> Row:
+    def triton(name: str, leaf: int) -> Row:
         backend = import_module("rlk_ledger_kernels.ops.linear.triton")
-        contract = LinearContract(output="bfloat16", schedule=Schedule(k_leaf=1024 if k <= 4096 else 2048))
+        contract = LinearContract(output="bfloat16", schedule=Schedule(k_leaf=leaf))
         packed = backend.pack_linear(weight_OK, contract)
         ms = clock.median_ms(lambda: backend.linear(x_NK, packed))
         detail = f"{2 * count * k * outputs / ms / 1e9:.0f} TFLOP/s, torch.mm {mm_ms:.3g} ms"
-        return judged(
-            "P13", name, mm_ms / ms, GEMM_BAR, clock.timed, value=ms, unit="ms", against="torch.mm", detail=detail
-        )
+        more = {"value": ms, "unit": "ms", "against": "torch.mm", "detail": detail}
+        return judged("P13", name, mm_ms / ms, GEMM_BAR, clock.timed, **more)
 
     def batch_invariant_ops(name: str) -> Row:
         product = import_module("batch_invariant_ops.batch_invariant_ops").matmul_persistent
@@ -81,7 +84,8 @@ def _product(clock: Clock, what: str, count: int, k: int, outputs: int) -> Itera
             section="P13", name=name, state="measured", value=ms, unit="ms", against="torch.mm", ratio=mm_ms / ms
         )
 
-    yield from _guarded(f"triton linear, {about}", triton)
+    for leaf in LEAVES.get(k, (128,)):
+        yield from _guarded(f"triton linear, {about}, leaf {leaf}", partial(triton, leaf=leaf))
     yield from _guarded(f"batch_invariant_ops, {about}", batch_invariant_ops)
 
 
