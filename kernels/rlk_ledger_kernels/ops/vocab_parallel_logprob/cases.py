@@ -1,4 +1,4 @@
-"""Cases of vocab_parallel_logprob: shards of unequal length, one of them nothing but padding, merged in one process."""
+"""Cases of vocab_parallel_logprob: shards of unequal length, one of them empty, merged in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlk_ledger_kernels.ops.vocab_parallel_logprob.contract import LogprobContra
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_kernels.suite.case import Case, RowCase, Rows, Wrong
 
-_SHAPES = {"small": ((131, 301, 48, 4),), "large": ((257, 151936, 1187, 8),)}
+_SHAPES = {"small": ((131, 301, 112, 4),), "large": ((257, 151936, 1187, 8),)}
 """(rows, vocabulary, tile, ranks)."""
 
 
@@ -27,10 +27,10 @@ def cases(size: str = "small") -> list[Case]:
 
 def wrong() -> list[Wrong]:
     """The mean of the ranks' log-sum-exps instead of the log-sum-exp of all."""
-    right = _case(131, 301, 48, 4, "float32")
+    right = _case(131, 301, 112, 4, "float32")
 
     def run(module: ModuleType, these: Rows) -> torch.Tensor:
-        contract = _contract("float32", 48)
+        contract = _contract("float32", 112)
         parts = [part for part in _parts(contract, 301, 4, module, these) if part.end > part.first]
         lse_RN = torch.stack([(p.top_NT / 0.7 + p.sum_NT.log()).logsumexp(1) for p in parts])
         chosen_N = torch.stack([p.chosen_N for p in parts]).sum(0) / 0.7
