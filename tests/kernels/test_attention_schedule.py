@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import pytest
 import torch
+from attention_model import drawn, packed
 from hypothesis import given, settings
 
 from rlk_ledger_kernels.bits import same_bits
+from rlk_ledger_kernels.ops.attention import triton as on_triton
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
@@ -78,6 +80,29 @@ def test_any_batch_chunking_and_paging_gives_the_same_bits(data: st.DataObject, 
     pages = [shuffled[sum(needed[:i]) : sum(needed[: i + 1])] for i in range(len(needed))]
     together = run(sequences, cuts, schedule, pages)
     assert all(same_bits(a, b) for a, b in zip(alone, together))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("wide", [True, False])
+def test_triton_gives_the_same_bits_in_one_prefill_in_chunks_and_in_decode(block: int, wide: bool) -> None:
+    contract = AttentionContract(0.3, "bfloat16", Schedule(kv_block=block), scale_at="score", weights="bfloat16")
+    sequences = [drawn(i, n, 8, 2, 16, torch.bfloat16) for i, n in enumerate((75, 1, 40))]
+    q, cache, plan = packed(sequences, contract, "bfloat16", wide=wide)
+    out, lse = on_triton.attention(q, cache, plan, contract)
+    for tile in (8, 16):
+        again = plan_attention(plan.chunks, contract.schedule, tile)
+        assert same_bits(on_triton.attention(q, cache, again, contract)[0], out)
+    q, k, v = sequences[0]
+    chunk = plan.chunks[0]
+    fresh = KVCache(len(cache.keys), 2, block, 16, "bfloat16", wide=wide)
+    first = 0
+    for end in (50, 51, 52, 64, 65, 75):
+        step = plan_attention([Chunk(first, end - first, chunk.blocks)], contract.schedule)
+        fresh.write(k[first:end], v[first:end], step)
+        got_out, got_lse = on_triton.attention(q[first:end], fresh, step, contract)
+        assert same_bits(got_out, out[first:end])
+        assert same_bits(got_lse, lse[first:end])
+        first = end
 
 
 def test_slots_that_were_never_written_weigh_exactly_nothing() -> None:

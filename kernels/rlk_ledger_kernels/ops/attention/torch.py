@@ -22,6 +22,7 @@ from rlk_ledger_kernels.precision import exact_products
 from rlk_ledger_kernels.schedule import ALIGNMENT
 
 _MINUS_INFINITY = float("-inf")
+_LOWEST = torch.finfo(torch.float32).min
 _ROWS_LEAF = 128
 """Rows of a query tile that one product of the backward pass sums; BLAS cuts longer sums itself."""
 
@@ -76,7 +77,7 @@ def merge_partials(
     at_V = collected(parts, plan).to(parts[0].m_EKM.device)
     m_EKM, l_EKM, o_EKMD = (torch.cat([getattr(part, name) for part in parts]) for name in ("m_EKM", "l_EKM", "o_EKMD"))
     shape = (plan.tiles, *m_EKM.shape[1:])
-    top_TKM = m_EKM.new_full(shape, _MINUS_INFINITY)
+    top_TKM = m_EKM.new_full(shape, _LOWEST)
     total_TKMV = m_EKM.new_zeros((*shape, o_EKMD.shape[-1] + 1))
     first = 0
     for step in plan.steps:
@@ -197,13 +198,23 @@ def _by_tile(x_NHD: torch.Tensor, plan: AttentionPlan, kv_heads: int) -> torch.T
 def _attend(
     q_TKMD: torch.Tensor, cache: KVCache, plan: AttentionPlan, contract: AttentionContract, careful: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m, [o, l]) of every tile over all blocks it sees."""
-    top_TKM = q_TKMD.new_full(q_TKMD.shape[:3], _MINUS_INFINITY)
-    total_TKMV = q_TKMD.new_zeros((*q_TKMD.shape[:3], cache.ones_at + ALIGNMENT))
+    """(m, [o, l]) of every tile over all blocks it sees.
+
+    Tiles seen so far are contiguous, as those of a step are. The first block of a tile is taken as it is: merging it
+    into nothing would give its very bits, but for zeros, which `_finish` makes positive.
+    """
+    top_TKM = q_TKMD.new_empty(q_TKMD.shape[:3])
+    total_TKMV = q_TKMD.new_empty((*q_TKMD.shape[:3], cache.ones_at + ALIGNMENT))
+    low = high = plan.steps[0].begin
     for step in plan.steps:
-        active = slice(step.begin, step.end)
-        m_AKM, part_AKMV = _block(q_TKMD[active], cache, step, contract, careful)
-        _merge(top_TKM[active], total_TKMV[active], m_AKM, part_AKMV)
+        m_AKM, part_AKMV = _block(q_TKMD[step.begin : step.end], cache, step, contract, careful)
+        old = slice(max(step.begin, low), max(step.begin, low, min(step.end, high)))
+        for first, end in ((step.begin, old.start), (old.stop, step.end)):
+            torch.clamp_min(m_AKM[first - step.begin : end - step.begin], _LOWEST, out=top_TKM[first:end])
+            total_TKMV[first:end] = part_AKMV[first - step.begin : end - step.begin]
+        part = slice(old.start - step.begin, old.stop - step.begin)
+        _merge(top_TKM[old], total_TKMV[old], m_AKM[part], part_AKMV[part])
+        low, high = min(low, step.begin), max(high, step.end)
     return top_TKM, total_TKMV
 
 
@@ -252,8 +263,8 @@ def _block(
     if step.ending:
         by_tile[active - step.ending :].masked_fill_(step.hidden_MQB[:, None, None], _MINUS_INFINITY)
     m = scores.amax(-1)
-    # A row that sees nothing here has m = -inf; against 0 instead, its weights are exp(-inf) = 0 and not NaN.
-    weights = scores.sub_(m.masked_fill(m == _MINUS_INFINITY, 0.0)[..., None]).exp_()
+    # A row that sees nothing here has m = -inf; against a finite number its weights are exp(-inf) = 0 and not NaN.
+    weights = scores.sub_(m.clamp_min(_LOWEST)[..., None]).exp_()
     if contract.weights != "float32":
         weights = weights.to(torch_dtype(contract.weights)).to(torch.float32)
     if careful:
@@ -266,10 +277,12 @@ def _block(
 
 
 def _merge(top: torch.Tensor, total: torch.Tensor, m: torch.Tensor, part: torch.Tensor) -> None:
-    """Merge one block's (m, [o, l]) into the running one, in place; `part` is consumed."""
+    """Merge one block's (m, [o, l]) into the running one, in place; `part` is consumed.
+
+    `top` is finite even where a row saw nothing, so that no difference of infinities is taken.
+    """
     new_top = torch.maximum(top, m)
-    base = new_top.masked_fill(new_top == _MINUS_INFINITY, 0.0)
-    total.mul_(top.sub_(base).exp_()[..., None]).add_(part.mul_(m.sub(base).exp_()[..., None]))
+    total.mul_(top.sub_(new_top).exp_()[..., None]).add_(part.mul_(m.sub(new_top).exp_()[..., None]))
     top.copy_(new_top)
 
 

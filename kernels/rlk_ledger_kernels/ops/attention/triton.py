@@ -290,6 +290,8 @@ def attention_backward(
     check(q_NHD, cache, plan, contract)
     check_whole(plan)
     chosen = settings(q_NHD.dtype, cache, contract)
+    if chosen["PV"] != tl.float32:
+        grad_NHD = grad_NHD.to(cache.dtype)
     return run_backward(
         grad_NHD, grad_lse_NH, q_NHD, out_NHD, lse_NH, cache.keys, cache.values, plan, contract.scale,
         _packing(q_NHD.shape[1] // cache.keys.shape[1], chosen["ROWS"]), chosen,

@@ -7,6 +7,8 @@ on the others. Where the contract rounds the weights to a 16-bit dtype, the oper
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -153,14 +155,14 @@ def run_backward(
     plan: AttentionPlan,
     scale: float,
     packing: dict[str, int],
-    settings: dict[str, object],
+    settings: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the three kernels; float32 dq [N, heads, D], dk and dv [rows of the plan, kv heads, D].
 
     packing: GROUP, PACKED and RUNS of the forward launch. settings: its compile-time arguments.
     """
     rows, heads, head_dim = q_NHD.shape
-    kv_heads, tile_rows = keys.shape[1], int(str(settings["ROWS"]))
+    kv_heads, tile_rows = keys.shape[1], settings["ROWS"]
     grad_NHD, out_NHD, q_NHD = grad_NHD.contiguous(), out_NHD.contiguous(), q_NHD.contiguous()
     slope_NH = torch.empty((rows, heads), device=q_NHD.device)
     slope_kernel[(triton.cdiv(rows * heads, 32),)](
@@ -176,7 +178,10 @@ def run_backward(
         q_NHD, keys, values, work.pages_P, work.tiles_T4, *sums, dq_NHD, heads, scale, *strides, **packing, **settings
     )
     tiles_B4 = key_tiles(plan)
+    # A stage holds queries and their gradients: of three, Hopper's shared memory has no room.
+    stages = min(settings["num_stages"], 2 if settings["COLUMNS"] <= 128 else 1)
     key_kernel[(len(tiles_B4), kv_heads)](
-        q_NHD, keys, values, tiles_B4, *sums, dk_NKD, dv_NKD, heads, scale, *strides, **packing, **settings
-    )
+        q_NHD, keys, values, tiles_B4, *sums, dk_NKD, dv_NKD, heads, scale, *strides, **packing,
+        **{**settings, "num_stages": stages},
+    )  # fmt: skip
     return dq_NHD, dk_NKD, dv_NKD
