@@ -41,7 +41,7 @@ from rlk_ledger_kernels.ops.linear.triton import (
 )
 from rlk_ledger_kernels.ops.swiglu import triton as swiglu_triton
 from rlk_ledger_kernels.schedule import Schedule
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
 
 _COLUMNS = 1024
 
@@ -90,37 +90,39 @@ def _grouped_kernel(
         tl.store(y_ptr + pairs[:, None] * stride_ym + outputs[None, :], round_to(y, OUTPUT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _combine_kernel(
     parts_ptr,
     weights_ptr,
     order_ptr,
     y_ptr,
+    N,
     H,
     TOP_K: tl.constexpr,
     ROUND_RESULT: tl.constexpr,
     ROUND_WEIGHTED: tl.constexpr,
     ROUND_TOTAL: tl.constexpr,
     OUTPUT: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One token's results times their weights, added by rising expert."""
-    row = tl.program_id(0).to(tl.int64)
+    """Tokens' results times their weights, added by rising expert; nothing is summed across rows or columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < H
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    inside = (row < N)[:, None] & (column < H)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for rank in tl.static_range(TOP_K):
-        pair = row * TOP_K + tl.load(order_ptr + row * TOP_K + rank)
-        part = tl.load(parts_ptr + pair * H + column, mask=inside, other=0.0).to(tl.float32)
+        pair = row * TOP_K + tl.load(order_ptr + row * TOP_K + rank, mask=row < N, other=0)
+        part = tl.load(parts_ptr + pair[:, None] * H + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if ROUND_RESULT:
             part = rounded_through(part, OUTPUT)
-        part = part * tl.load(weights_ptr + pair).to(tl.float32)
+        part = part * tl.load(weights_ptr + pair, mask=row < N, other=0.0).to(tl.float32)[:, None]
         if ROUND_WEIGHTED:
             part = rounded_through(part, OUTPUT)
         total = part if rank == 0 else total + part
         if ROUND_TOTAL:
             total = rounded_through(total, OUTPUT)
-    tl.store(y_ptr + row * H + column, round_to(total, OUTPUT), mask=inside)
+    tl.store(y_ptr + row[:, None] * H + column[None, :], round_to(total, OUTPUT), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -325,20 +327,22 @@ def _combine(
     y_NH = torch.zeros((rows, hidden), dtype=torch_dtype(contract.output), device=parts_NTH.device)
     if not parts_NTH.numel():
         return y_NH
-    width = min(_COLUMNS, triton.next_power_of_2(hidden))
-    _combine_kernel[(rows, triton.cdiv(hidden, width))](
+    tile_rows, width = row_tile(hidden, _COLUMNS)
+    _combine_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(hidden, width))](
         parts_NTH,
         weights_NT.contiguous(),
         experts_NT.argsort(dim=1, stable=True),
         y_NH,
+        rows,
         hidden,
         TOP_K=columns,
         ROUND_RESULT=contract.weighted == "hf",
         ROUND_WEIGHTED=contract.weighted != "float32",
         ROUND_TOTAL=contract.combine == "output",
         OUTPUT=TRITON_DTYPES[y_NH.dtype],
+        ROWS=tile_rows,
         COLUMNS=width,
-        num_warps=4,
+        num_warps=warps(tile_rows, width),
         enable_fp_fusion=False,
     )
     return y_NH
