@@ -21,7 +21,7 @@ from device_check.card import environment
 from device_check.clock import Clock
 from device_check.kept import Kept
 from device_check.report import Report, Row, counts, file_name, judged, line, table, unmeasured
-from device_check.supervisor import Worker, check
+from device_check.supervisor import Worker, allotted, check
 from device_check.work import SECTIONS, Item, items, run
 from pretend_device import DEVICE, PretendDevice
 
@@ -153,6 +153,15 @@ def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert {row.state for row in rows} == {"not measured"}
     assert {row.section for row in rows} == {section.name for section in SECTIONS}
     assert {row.detail for row in rows} == {"the section's time was used up"}
+
+
+def test_an_item_gets_three_fair_shares_and_the_last_one_all() -> None:
+    assert allotted(54.0, 13) == 12.0
+    assert allotted(100.0, 4) == 50.0
+    assert allotted(40.0, 1) == 40.0
+    assert allotted(8.0, 5) == 8.0
+    assert allotted(2.9, 1) == 0.0
+    assert allotted(-1.0, 3) == 0.0
 
 
 def test_a_bar_is_judged_only_where_time_means_something() -> None:

@@ -19,6 +19,8 @@ from device_check.work import SECTIONS, Item, items
 from device_check.worker import BROKEN, DONE, ROW, SM
 
 ITEM_LIMIT_S = 60.0
+_LEAST_ITEM_S = 12.0
+_START_S = 3.0
 LATE = "no answer within"
 _END_S = 5.0
 
@@ -106,8 +108,8 @@ def check(
 ) -> list[Row]:
     """Run every section that is asked for within `budget_s`; each row is told as it comes.
 
-    A section may run until its own share and all shares before it are used up, an item for half of what is left of
-    that, the last one for all of it. Items there is no time for are rows that say so.
+    A section may run until its own share and all shares before it are used up, an item for what `allotted` says.
+    Items there is no time for are rows that say so.
     """
     rows: list[Row] = []
     chosen = [section for section in SECTIONS if not sections or section.name in sections]
@@ -120,13 +122,21 @@ def check(
             deadline = started + share * budget_s
             waiting = items(section, names, "cuda" if device.startswith(SM) else device, size)
             for place, item in enumerate(waiting):
-                last = place == len(waiting) - 1
-                limit_s = (deadline - time.monotonic()) * (1.0 if last else 0.5)
-                worker = _item(worker, device, _informed(item, rows), min(limit_s, item_limit_s), rows, tell)
+                limit_s = min(item_limit_s, allotted(deadline - time.monotonic(), len(waiting) - place))
+                worker = _item(worker, device, _informed(item, rows), limit_s, rows, tell)
     finally:
         if worker is not None:
             worker.stop()
     return rows
+
+
+def allotted(left_s: float, waiting: int) -> float:
+    """Seconds the first of `waiting` items may take of what is left to its section: three fair shares, at least 12 s.
+
+    The last one gets all of it. What is less than the start of a process is nothing.
+    """
+    share = min(left_s, max(_LEAST_ITEM_S, left_s * 3 / (waiting + 2)))
+    return share if share >= _START_S else 0.0
 
 
 def _item(

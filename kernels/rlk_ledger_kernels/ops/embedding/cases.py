@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -21,12 +22,19 @@ def cases(size: str = "small") -> list[Case]:
     return [_case(*_SHAPES[size], dtype, cuts) for dtype in dtypes for cuts in (1, 3)]
 
 
-def _case(tokens: int, vocabulary: int, width: int, dtype: DType, shards: int) -> RowCase:
+@lru_cache(1)
+def _operands(tokens: int, vocabulary: int, width: int, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table and the ids, drawn once for all cuts: the large table takes seconds."""
     generator = torch.Generator().manual_seed(width)
     table_VH = torch.randn((vocabulary, width), generator=generator).to(torch_dtype(dtype))
     table_VH[0] = -0.0
     ids_N = torch.randint(0, vocabulary, (tokens,), generator=generator)
     ids_N[:2] = 0
+    return table_VH, ids_N
+
+
+def _case(tokens: int, vocabulary: int, width: int, dtype: DType, shards: int) -> RowCase:
+    table_VH, ids_N = _operands(tokens, vocabulary, width, dtype)
     firsts = [vocabulary * rank // shards for rank in range(shards)]
 
     def run(module: ModuleType, operands: Rows) -> torch.Tensor:
