@@ -78,7 +78,8 @@ def test_torch_is_within_tolerance_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize(("operator", "backend"), TRITON, ids=[operator.name for operator, _ in TRITON])
 def test_triton_is_invariant_accurate_and_equal_to_torch(operator: Operator, backend: Backend) -> None:
     triton, plain = (import_module(f"{operator.package}.{name}") for name in ("triton", "torch"))
-    for case in first_of_each_dtype([case for case in CASES[operator.name] if case.dtype in backend.dtypes])[:2]:
+    fitting = first_of_each_dtype([case for case in CASES[operator.name] if case.dtype in backend.dtypes])
+    for case in fitting[: 1 if isinstance(fitting[0], SequenceCase) else 2]:  # many launches to a sequence
         assert invariance.check(case, triton, effort="brief") is None
         assert accuracy.check(case, triton) is None
         assert parity.compare(case, triton, case, plain).worst.share <= 1.0
