@@ -76,12 +76,12 @@ class Compiling:
         for cubin, (name, shared) in kernels:
             if shared > self._limit:
                 objection = f"{name} needs {shared} bytes of shared memory, the card has {self._limit}"
-            registers, stack = _resources(cubin)
+            registers, stack = resources(cubin)
             told.append(f"{name} {registers} registers, {stack} B of stack, {shared} B shared")
         return objection, f"{launches} launches: {'; '.join(told)}"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """(registers to a thread, bytes of stack, which is where spilled registers go), as cuobjdump reads them."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
