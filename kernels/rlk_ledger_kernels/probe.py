@@ -135,7 +135,7 @@ def first_failure(
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
 
     if not _pointwise_holds(threads, draw):
         return f"exp or log depends on the place of an element on {threads} thread(s)"

@@ -149,7 +149,7 @@ class Decoder:
         """
         spans = token_spans(ids_BT, mask_BT, len(starts))
         samples = [(ids_BT[row, first:end], start) for row, ((first, end), start) in enumerate(zip(spans, starts))]
-        scores_BT = torch.full(ids_BT.shape, float("nan"))
+        scores_BT = torch.full(ids_BT.shape, float("nan"), dtype=torch.float32)
         for row, scores in enumerate(self.prefill_logprobs_batch(samples)):
             end = spans[row][1]
             scores_BT[row, end - len(scores) : end] = scores

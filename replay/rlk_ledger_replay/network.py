@@ -20,6 +20,7 @@ from rlk_ledger_kernels.ops.attention.partials import unpacked
 from rlk_ledger_kernels.ops.rope.table import RopeTable
 from rlk_ledger_kernels.parallel.mesh import Mesh
 from rlk_ledger_replay.checkpoint import Checkpoint
+from rlk_ledger_replay.departures import merged_statistics, reduced, rounded, split_attention
 from rlk_ledger_replay.experts import Routes, expert_mlp
 from rlk_ledger_replay.feed import Feed, RankRows
 from rlk_ledger_replay.head import packed_statistics, unpacked_statistics
@@ -96,8 +97,10 @@ class Network:
     def logprobs(self, hidden_NH: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
         """Score one token per row; float32 [N]."""
         operator, tp = self.operators.linear_logprob, self.mesh.tp
-        if tp.size == 1:
+        if tp.size == 1 and self.numerics.lse_state is None:
             return _tensor(operator.linear_logprob(hidden_NH, self.head[0], tokens_N))
+        if self.numerics.lse_state is not None:
+            return self._merged_logprobs(hidden_NH, tokens_N)
         parts = [packed_statistics(operator.head_statistics(hidden_NH, head, tokens_N)) for head in self.head]
         contract, total = self.numerics.logprob_contract(), self.config.vocabulary
         tiles = [-(-(end - first) // contract.schedule.vocab_tile) for first, end in self.vocabulary]
@@ -105,6 +108,15 @@ class Network:
         spans = zip(gathered, self.vocabulary, strict=True)
         return _tensor(
             operator.merge_statistics(tuple(unpacked_statistics(part, span, total) for part, span in spans), contract)
+        )
+
+    def _merged_logprobs(self, hidden_NH: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+        """As `logprobs` of one rank, with the statistics of vocabulary tiles rounded before they meet."""
+        operator, dtype = self.operators.linear_logprob, self.numerics.lse_state
+        assert dtype is not None
+        statistics = operator.head_statistics(hidden_NH, self.head[0], tokens_N)
+        return _tensor(
+            operator.merge_statistics((merged_statistics(statistics, dtype),), self.numerics.logprob_contract())
         )
 
     def scored(
@@ -118,13 +130,13 @@ class Network:
         for rank, hidden_PH in zip(cp.ranks, hidden, strict=True):
             at = of_rank[rank]
             if not at.numel():
-                parts.append(torch.zeros(0, device=self.device))
+                parts.append(torch.zeros(0, dtype=torch.float32, device=self.device))
                 continue
             hidden_NH = hidden_PH.index_select(0, place_R[at].to(self.device))
             parts.append(self.logprobs(hidden_NH, tokens_R[at].to(self.device)))
         if cp.size > 1:
             parts = cp.all_gather(parts, [at.numel() for at in of_rank], "global_rank_index")
-        scores_R = torch.empty(rows_R.numel(), device=self.device)
+        scores_R = torch.empty(rows_R.numel(), dtype=torch.float32, device=self.device)
         scores_R[torch.cat(of_rank).to(self.device)] = torch.cat(parts)
         return scores_R
 
@@ -164,6 +176,15 @@ class Network:
         contract = self.numerics.attention_contract(self.config.head_dim, layer.window)
         if self.mesh.cp.size == 1:
             (rows,), plan = feed.ranks, feed.ranks[0].plans[layer.window]
+            how = self.numerics.attention_merge
+            if how is not None:
+                attend = self.operators.attention
+                return [
+                    [
+                        split_attention(attend, q, caches[0][tp_at][index], plan, contract, how, rows.count).flatten(1)
+                        for tp_at, q in enumerate(queries[0])
+                    ]
+                ]
             attention = self.operators.attention.attention
             mixed = [
                 attention(q, caches[0][tp_at][index], plan, contract)[0].flatten(1)
@@ -223,8 +244,12 @@ class Network:
     def _row_parallel(self, inputs: Sequence[torch.Tensor], weight: RowParallel, rows: RankRows) -> Stream:
         """inputs: by tp rank held here, the columns that rank owns."""
         operator, tp = self.operators.linear, self.mesh.tp
-        if tp.size == 1:
+        if tp.size == 1 and len(weight.shards) == 1:
             return [operator.linear(inputs[0], weight.shards[0])]
+        if tp.size == 1:
+            numerics, shares = self.numerics, inputs[0].tensor_split(len(weight.shards), dim=1)
+            parts = [operator.linear(x, shard) for x, shard in zip(shares, weight.shards, strict=True)]
+            return [reduced(parts, numerics.reduce_dtype or numerics.compute, weight.bias_O, numerics.compute)]
         parts = [operator.linear_partial(x, shard) for x, shard in zip(inputs, weight.shards, strict=True)]
         gathered = tp.all_gather(parts, [rows.padded] * tp.size, "global_rank_index")
         contract = self.numerics.linear_contract()
@@ -238,7 +263,11 @@ class Network:
         return [self.operators.rms_norm.rms_norm(x, weight_H, contract) for x in stream]
 
     def _add(self, stream: Stream, update: Stream) -> Stream:
-        return [x + more for x, more in zip(stream, update, strict=True)]
+        dtype = self.numerics.residual
+        if dtype is None:
+            return [x + more for x, more in zip(stream, update, strict=True)]
+        wide = [x.to(torch.float32) + more.to(torch.float32) for x, more in zip(stream, update, strict=True)]
+        return [rounded(x, dtype) for x in wide]
 
     def _pieces(self, rows: RankRows) -> list[tuple[int, int]]:
         """The rows of each member of a stream."""

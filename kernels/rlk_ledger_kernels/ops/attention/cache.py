@@ -68,7 +68,7 @@ class KVCache:
         stored = self.values.index_select(0, blocks_A)
         if self.wide:
             return stored
-        columns = torch.zeros((*stored.shape[:3], self.ones_at + ALIGNMENT), device=stored.device)
+        columns = torch.zeros((*stored.shape[:3], self.ones_at + ALIGNMENT), dtype=torch.float32, device=stored.device)
         columns[..., : self.head_dim] = stored
         columns[..., self.ones_at :] = 1.0
         return columns

@@ -99,7 +99,7 @@ def _case(shape: _Shape) -> SequenceCase:
     generator = torch.Generator().manual_seed(heads * dim)
     sequences = [
         tuple(
-            torch.randn((length, many, dim), generator=generator).to(torch_dtype(dtype))
+            torch.randn((length, many, dim), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
             for many in (heads, kv_heads, kv_heads)
         )
         for length in lengths
@@ -174,7 +174,7 @@ def _gradients(module: ModuleType, sequences: Sequence[Sequence_], contract: Att
     cache.write(k, v, plan)
     out_NHD, lse_NH = module.attention(q, cache, plan, contract)
     generator = torch.Generator().manual_seed(block)
-    cotangent_HD = torch.randn(q.shape[1:], generator=generator).to(q.device)
+    cotangent_HD = torch.randn(q.shape[1:], generator=generator, dtype=torch.float32).to(q.device)
     grad_NHD, grad_lse_NH = cotangent_HD.expand_as(q).contiguous(), torch.full_like(lse_NH, 0.5)
     three = module.attention_backward(grad_NHD, grad_lse_NH, q, out_NHD, lse_NH, cache, plan, contract)
     return list(torch.split(torch.cat([part.flatten(1) for part in three], dim=1), counts))

@@ -39,7 +39,7 @@ class BlockPartials:
     def packed(self, size: int) -> torch.Tensor:
         """One float32 tensor [size, kv heads, M, D + 2] to send: o, m, l; zero after this rank's own entries."""
         e, kv_heads, rows, head_dim = self.o_EKMD.shape
-        packed = torch.zeros((size, kv_heads, rows, head_dim + 2), device=self.o_EKMD.device)
+        packed = torch.zeros((size, kv_heads, rows, head_dim + 2), dtype=torch.float32, device=self.o_EKMD.device)
         packed[:e, ..., :head_dim] = self.o_EKMD
         packed[:e, ..., head_dim] = self.m_EKM
         packed[:e, ..., head_dim + 1] = self.l_EKM

@@ -164,13 +164,13 @@ def run_backward(
     rows, heads, head_dim = q_NHD.shape
     kv_heads, tile_rows = keys.shape[1], settings["ROWS"]
     grad_NHD, out_NHD, q_NHD = grad_NHD.contiguous(), out_NHD.contiguous(), q_NHD.contiguous()
-    slope_NH = torch.empty((rows, heads), device=q_NHD.device)
+    slope_NH = torch.empty((rows, heads), dtype=torch.float32, device=q_NHD.device)
     slope_kernel[(triton.cdiv(rows * heads, 32),)](
         grad_NHD, grad_lse_NH.contiguous(), out_NHD, slope_NH, rows * heads,
         HEAD_DIM=head_dim, COLUMNS=settings["COLUMNS"], ROWS=32, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    dq_NHD = torch.zeros((rows, heads, head_dim), device=q_NHD.device)
-    dk_NKD, dv_NKD = torch.empty((2, plan.rows, kv_heads, head_dim), device=q_NHD.device)
+    dq_NHD = torch.zeros((rows, heads, head_dim), dtype=torch.float32, device=q_NHD.device)
+    dk_NKD, dv_NKD = torch.empty((2, plan.rows, kv_heads, head_dim), dtype=torch.float32, device=q_NHD.device)
     work = launch(plan, tile_rows // packing["PACKED"])
     strides = (*keys.stride()[:3], *values.stride()[:3])
     sums = (grad_NHD, slope_NH, lse_NH.contiguous())

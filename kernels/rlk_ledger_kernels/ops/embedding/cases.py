@@ -26,7 +26,7 @@ def cases(size: str = "small") -> list[Case]:
 def _operands(tokens: int, vocabulary: int, width: int, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
     """The table and the ids, drawn once for all cuts: the large table takes seconds."""
     generator = torch.Generator().manual_seed(width)
-    table_VH = torch.randn((vocabulary, width), generator=generator).to(torch_dtype(dtype))
+    table_VH = torch.randn((vocabulary, width), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
     table_VH[0] = -0.0
     ids_N = torch.randint(0, vocabulary, (tokens,), generator=generator)
     ids_N[:2] = 0

@@ -18,7 +18,7 @@ def embedding(ids_N: torch.Tensor, table_VH: torch.Tensor) -> torch.Tensor:
 
 def embedding_shard(ids_N: torch.Tensor, table_SH: torch.Tensor, first: int) -> torch.Tensor:
     """Copy the rows whose ids lie in first..first+S-1; the others are zeros. Returns float32 [N, H]."""
-    out_NH = torch.zeros((len(ids_N), table_SH.shape[1]), device=table_SH.device)
+    out_NH = torch.zeros((len(ids_N), table_SH.shape[1]), dtype=torch.float32, device=table_SH.device)
     for at, token in enumerate(ids_N.tolist()):
         if first <= token < first + table_SH.shape[0]:
             out_NH[at] = table_SH[token - first].to(torch.float32)

@@ -68,8 +68,13 @@ def wrong() -> list[Wrong]:
 def _weights(shape: _Shape, dtype: DType) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(shape.inner)
     wide = (shape.experts, shape.inner, shape.hidden)
-    gate_EIH, up_EIH = (torch.randn(wide, generator=generator) * shape.hidden**-0.5 for _ in range(2))
-    down_EHI = torch.randn((shape.experts, shape.hidden, shape.inner), generator=generator) * shape.inner**-0.5
+    gate_EIH, up_EIH = (
+        torch.randn(wide, generator=generator, dtype=torch.float32) * shape.hidden**-0.5 for _ in range(2)
+    )
+    down_EHI = (
+        torch.randn((shape.experts, shape.hidden, shape.inner), generator=generator, dtype=torch.float32)
+        * shape.inner**-0.5
+    )
     wanted = torch_dtype(dtype)
     return gate_EIH.to(wanted), up_EIH.to(wanted), down_EHI.to(wanted)
 
@@ -77,10 +82,14 @@ def _weights(shape: _Shape, dtype: DType) -> tuple[torch.Tensor, torch.Tensor, t
 def _case(shape: _Shape, contract: GroupedExpertsContract) -> RowCase:
     dtype = contract.output
     generator = torch.Generator().manual_seed(shape.rows)
-    x_NH = torch.randn((shape.rows, shape.hidden), generator=generator).to(torch_dtype(dtype))
+    x_NH = torch.randn((shape.rows, shape.hidden), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
     routes = [torch.randperm(shape.used, generator=generator)[: shape.top_k] for _ in range(shape.rows)]
-    weights_NT = torch.randn((shape.rows, shape.top_k), generator=generator).softmax(1).to(torch_dtype(dtype))
-    cotangent_H = torch.randn((shape.hidden,), generator=generator)
+    weights_NT = (
+        torch.randn((shape.rows, shape.top_k), generator=generator, dtype=torch.float32)
+        .softmax(1)
+        .to(torch_dtype(dtype))
+    )
+    cotangent_H = torch.randn((shape.hidden,), generator=generator, dtype=torch.float32)
     weights = _weights(shape, dtype)
     packs: dict[tuple[str, torch.device], object] = {}
 

@@ -33,8 +33,8 @@ def gradients(
     linear, swiglu = modules
     (rows, columns), hidden = experts_NT.shape, x_NH.shape[1]
     grad, weights_P = grad_NH.to(torch.float32), weights_NT.to(torch.float32).reshape(-1)
-    grad_x_PH = torch.zeros((rows * columns, hidden), device=x_NH.device)
-    grad_weights_P = torch.zeros(rows * columns, device=x_NH.device)
+    grad_x_PH = torch.zeros((rows * columns, hidden), dtype=torch.float32, device=x_NH.device)
+    grad_weights_P = torch.zeros(rows * columns, dtype=torch.float32, device=x_NH.device)
     grad_gate_up: list[torch.Tensor | None] = [None] * len(down)
     grad_down: list[torch.Tensor | None] = [None] * len(down)
     routes = group(experts_NT, len(down))
@@ -53,7 +53,9 @@ def gradients(
         grad_x_PH[pairs_P], grad_gate_up[expert], _ = linear.linear_backward(grad_PJ, x_PH, gate_up[expert])
     exact = GroupedExpertsContract(schedule=contract.schedule)
     grad_x_NTH = grad_x_PH.view(rows, columns, hidden)
-    grad_x_NH = combine(grad_x_NTH, torch.ones(experts_NT.shape, device=x_NH.device), experts_NT, exact)
+    grad_x_NH = combine(
+        grad_x_NTH, torch.ones(experts_NT.shape, dtype=torch.float32, device=x_NH.device), experts_NT, exact
+    )
     return grad_x_NH, grad_weights_P.view(rows, columns), *_stacked(grad_gate_up, grad_down, x_NH, down)
 
 
@@ -62,7 +64,7 @@ def _stacked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dgate, dup, ddown) of all experts, zero where an expert had no tokens."""
     hidden, inner = x_NH.shape[1], packed[0].k
-    nothing_JH = torch.zeros((2 * inner, hidden), device=x_NH.device)
-    nothing_HI = torch.zeros((hidden, inner), device=x_NH.device)
+    nothing_JH = torch.zeros((2 * inner, hidden), dtype=torch.float32, device=x_NH.device)
+    nothing_HI = torch.zeros((hidden, inner), dtype=torch.float32, device=x_NH.device)
     gate_EIH, up_EIH = torch.stack([nothing_JH if one is None else one for one in gate_up]).chunk(2, dim=1)
     return gate_EIH, up_EIH, torch.stack([nothing_HI if one is None else one for one in down])

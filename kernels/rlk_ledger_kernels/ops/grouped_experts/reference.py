@@ -59,7 +59,7 @@ def expert_partials(x_NH: torch.Tensor, packed: PackedExperts, experts_NT: torch
     """down_e(silu(gate_e x) * up_e x) of every pair whose expert is held, zero elsewhere; float32 [N, T, H]."""
     checked_routes(x_NH.shape[0], None, experts_NT)
     group(experts_NT, packed.experts)  # refuses experts that do not exist
-    parts_NTH = torch.zeros((*experts_NT.shape, x_NH.shape[1]), device=x_NH.device)
+    parts_NTH = torch.zeros((*experts_NT.shape, x_NH.shape[1]), dtype=torch.float32, device=x_NH.device)
     with exact_products(x_NH.device):
         for index in range(packed.gate_EIH.shape[0]):
             rows, columns = (experts_NT == packed.first + index).nonzero(as_tuple=True)
@@ -90,7 +90,7 @@ def grouped_experts_backward(
     experts_NT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by autograd through the equation: (dx, dweights, dgate, dup, ddown), float32."""
-    with torch.enable_grad():
+    with exact_products(x_NH.device), torch.enable_grad():
         leaves = (x_NH, weights_NT, packed.gate_EIH, packed.up_EIH, packed.down_EHI)
         x, weights, gate, up, down = (leaf.detach().to(torch.float32).clone().requires_grad_() for leaf in leaves)
         y_NH = grouped_experts(x, PackedExperts(gate, up, down, packed.first, packed.experts), weights, experts_NT)

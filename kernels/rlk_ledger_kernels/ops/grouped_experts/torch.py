@@ -100,7 +100,7 @@ def expert_partials(x_NH: torch.Tensor, packed: PackedExperts, experts_NT: torch
     checked_x(x_NH, packed.hidden)
     checked_routes(x_NH.shape[0], None, experts_NT)
     rows, columns = experts_NT.shape
-    parts_PH = torch.zeros((rows * columns, packed.hidden), device=x_NH.device)
+    parts_PH = torch.zeros((rows * columns, packed.hidden), dtype=torch.float32, device=x_NH.device)
     for index, pairs_P in _held(packed, experts_NT):
         gate_PI, up_PI = linear(x_NH[pairs_P // columns], packed.gate_up[index]).chunk(2, dim=1)
         activated_PI = swiglu_torch.swiglu(gate_PI, up_PI, packed.contract.swiglu())

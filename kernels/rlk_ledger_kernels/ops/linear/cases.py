@@ -30,10 +30,10 @@ def cases(size: str = "small") -> list[Case]:
 
 def _case(rows: int, k: int, outputs: int, dtype: DType, schedule: Schedule) -> RowCase:
     generator = torch.Generator().manual_seed(k * outputs)
-    x_NK = torch.randn((rows, k), generator=generator).to(torch_dtype(dtype))
-    weight_OK = (torch.randn((outputs, k), generator=generator) * k**-0.5).to(torch_dtype(dtype))
-    bias_O = torch.randn((outputs,), generator=generator).to(torch_dtype(dtype)) if k % 2 else None
-    cotangent_O = torch.randn((outputs,), generator=generator)
+    x_NK = torch.randn((rows, k), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
+    weight_OK = (torch.randn((outputs, k), generator=generator, dtype=torch.float32) * k**-0.5).to(torch_dtype(dtype))
+    bias_O = torch.randn((outputs,), generator=generator, dtype=torch.float32).to(torch_dtype(dtype)) if k % 2 else None
+    cotangent_O = torch.randn((outputs,), generator=generator, dtype=torch.float32)
     contract = LinearContract(output=dtype, schedule=schedule)
 
     def packed(module: ModuleType, device: torch.device) -> object:

@@ -125,7 +125,7 @@ def linear_backward(
     grad_weight_OK = token_sum(grad, x, float32.schedule)
     if packed.bias_O is None:
         return grad_x_NK, grad_weight_OK, None
-    ones = torch.ones((x.shape[0], ALIGNMENT), device=x.device)
+    ones = torch.ones((x.shape[0], ALIGNMENT), dtype=torch.float32, device=x.device)
     return grad_x_NK, grad_weight_OK, token_sum(grad, ones, float32.schedule)[:, 0].clone()
 
 
@@ -188,7 +188,7 @@ def row_sum(x_NW: torch.Tensor, schedule: Schedule) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _ones(width: int, schedule: Schedule, device: torch.device) -> PackedLinear:
     """Sixteen columns of ones: a single column would take BLAS's matrix-vector path, which sums otherwise."""
-    return pack_linear(torch.ones((16, width), device=device), LinearContract(schedule=schedule))
+    return pack_linear(torch.ones((16, width), dtype=torch.float32, device=device), LinearContract(schedule=schedule))
 
 
 def _leaves(weight_OK: torch.Tensor, contract: LinearContract) -> tuple[tuple[int, int, torch.Tensor], ...]:

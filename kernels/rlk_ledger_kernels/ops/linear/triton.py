@@ -339,7 +339,7 @@ def along_tree(start: int, end: int, schedule: Schedule, node: Callable[[int, in
 
 def row_sum(x_NW: torch.Tensor, schedule: Schedule) -> torch.Tensor:
     """Sum each row in float32 in the order of `schedule`, as a product with ones; float32 [N]."""
-    ones_1W = torch.ones((1, x_NW.shape[1]), device=x_NW.device)
+    ones_1W = torch.ones((1, x_NW.shape[1]), dtype=torch.float32, device=x_NW.device)
     return product(x_NW.to(torch.float32), ones_1W, schedule, torch.float32)[:, 0]
 
 

@@ -42,7 +42,7 @@ class _LinearLogprob(torch.autograd.Function):
         head = ctx.module.pack_head(weight_VK, ctx.contract, ctx.first, ctx.vocabulary)
         normal, group = (top_N, total_N), ctx.group
         carry_NK: torch.Tensor | None = None
-        grad_weight_VK = torch.zeros((), device=weight_VK.device)
+        grad_weight_VK = torch.zeros((), dtype=torch.float32, device=weight_VK.device)
         for rank in range(group.size):
             if rank in group.ranks:
                 carry_NK, grad_weight_VK = ctx.module.head_backward(

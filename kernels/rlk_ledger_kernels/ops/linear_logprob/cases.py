@@ -39,7 +39,7 @@ def _contract(dtype: str, tile: int) -> LogprobContract:
 
 
 def _weight(k: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
-    weight_VK = torch.randn((vocabulary, k), generator=torch.Generator().manual_seed(k))
+    weight_VK = torch.randn((vocabulary, k), generator=torch.Generator().manual_seed(k), dtype=torch.float32)
     scaled_VK: torch.Tensor = weight_VK * (3.0 * k**-0.5)
     return scaled_VK.to(like.dtype).to(like.device)
 
@@ -47,7 +47,7 @@ def _weight(k: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
 def _case(rows: int, k: int, vocabulary: int, tile: int, dtype: str) -> RowCase:
     contract = _contract(dtype, tile)
     generator = torch.Generator().manual_seed(vocabulary)
-    hidden_NK = torch.randn((rows, k), generator=generator).to(torch_dtype(dtype))
+    hidden_NK = torch.randn((rows, k), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
     tokens_N = torch.randint(0, vocabulary, (rows,), generator=generator)
     tokens_N[5] = -100
 

@@ -18,6 +18,7 @@ from rlk_ledger_kernels.ops.vocab_parallel_logprob.reference import (
     shard_backward,
     shard_statistics,
 )
+from rlk_ledger_kernels.precision import exact_products
 
 Normaliser = tuple[torch.Tensor, torch.Tensor]
 
@@ -84,12 +85,15 @@ def head_backward(
     logits_NV = _logits(hidden_NK, head)
     grad_NV = shard_backward(grad_N, logits_NV, head.first, head.vocabulary, tokens_N, normal, head.contract)
     ignored_N1 = check_tokens(tokens_N, hidden_NK.shape[0], head.vocabulary, head.contract)[:, None]
-    grad_hidden_NK = grad_NV @ head.weight_VK.to(torch.float32)
+    counted_NK = hidden_NK.to(torch.float32).masked_fill(ignored_N1, 0.0)
+    with exact_products(hidden_NK.device):
+        wide_NV = grad_NV.to(torch.float32)
+        grad_hidden_NK, grad_weight_VK = wide_NV @ head.weight_VK.to(torch.float32), wide_NV.T @ counted_NK
     if carry_NK is not None:
         grad_hidden_NK += carry_NK
-    counted_NK = hidden_NK.to(torch.float32).masked_fill(ignored_N1, 0.0)
-    return grad_hidden_NK.masked_fill(ignored_N1, 0.0), grad_NV.T @ counted_NK
+    return grad_hidden_NK.masked_fill(ignored_N1, 0.0), grad_weight_VK
 
 
 def _logits(hidden_NK: torch.Tensor, head: PackedHead) -> torch.Tensor:
-    return hidden_NK.to(torch.float32) @ head.weight_VK.to(torch.float32).T
+    with exact_products(hidden_NK.device):
+        return hidden_NK.to(torch.float32) @ head.weight_VK.to(torch.float32).T

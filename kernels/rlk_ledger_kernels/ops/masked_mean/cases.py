@@ -21,8 +21,8 @@ def cases(size: str = "small") -> list[Case]:
 
 def _case(tokens: int, dtype: DType) -> MaskedCase:
     generator = torch.Generator().manual_seed(tokens)
-    values_N = -torch.rand((tokens,), generator=generator).to(torch_dtype(dtype))
-    mask_N = torch.rand((tokens,), generator=generator) < 1 / 3
+    values_N = -torch.rand((tokens,), generator=generator, dtype=torch.float32).to(torch_dtype(dtype))
+    mask_N = torch.rand((tokens,), generator=generator, dtype=torch.float32) < 1 / 3
 
     def run(module: ModuleType, operands: Rows, mask: torch.Tensor) -> torch.Tensor:
         return torch.tensor([module.masked_mean(operands[0], mask)], dtype=torch.float64)

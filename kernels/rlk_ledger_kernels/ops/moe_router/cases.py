@@ -41,7 +41,7 @@ def wrong() -> list[Wrong]:
         weights_NT, experts_NT = reference.moe_router(logits_NE, contract)
         p_NE = torch.exp(logits_NE - logits_NE.amax(1, keepdim=True))
         parts = torch.split(p_NE, 4 if len(logits_NE) < 32 else 16, dim=1)
-        total_N = torch.zeros(len(logits_NE))
+        total_N = torch.zeros(len(logits_NE), dtype=torch.float32)
         for part in parts:
             total_N = total_N + part.cumsum(1)[:, -1]
         return torch.cat((p_NE.gather(1, experts_NT) / total_N[:, None], experts_NT.to(weights_NT.dtype)), dim=1)
@@ -56,9 +56,9 @@ def wrong() -> list[Wrong]:
 
 def _case(rows: int, experts: int, dtype: str, contract: MoeRouterContract, given: bool) -> RowCase:
     generator = torch.Generator().manual_seed(rows + experts)
-    logits_NE = (torch.randn((rows, experts), generator=generator) * 2).to(torch_dtype(dtype))
+    logits_NE = (torch.randn((rows, experts), generator=generator, dtype=torch.float32) * 2).to(torch_dtype(dtype))
     logits_NE[::5, 3] = logits_NE[::5, 1]  # ties
-    cotangent_T = torch.randn((contract.top_k,), generator=generator)
+    cotangent_T = torch.randn((contract.top_k,), generator=generator, dtype=torch.float32)
     routes = torch.stack([torch.randperm(experts, generator=generator)[: contract.top_k] for _ in range(rows)])
 
     def run(module: ModuleType, operands: Rows) -> torch.Tensor:

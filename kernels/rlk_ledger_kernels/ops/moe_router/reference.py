@@ -37,7 +37,7 @@ def moe_router_backward(
     weights_NT = routed_weights(logits_NE, experts_NT, contract)
     grad_NT = grad_NT.to(torch.float32)
     inner_N1 = (grad_NT * weights_NT).sum(1, keepdim=True)
-    grad_NE = torch.zeros(logits_NE.shape, device=logits_NE.device)
+    grad_NE = torch.zeros(logits_NE.shape, dtype=torch.float32, device=logits_NE.device)
     if contract.weighting == "softmax":
         grad_NE = grad_NE.scatter(1, experts_NT, grad_NT)
         return logits_NE.to(torch.float32).softmax(1) * (grad_NE - inner_N1)

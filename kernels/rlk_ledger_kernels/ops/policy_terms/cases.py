@@ -54,7 +54,7 @@ def _gradient(module: ModuleType, operands: Rows) -> torch.Tensor:
 
 def _operands(tokens: int, dtype: torch.dtype, drift: float) -> Rows:
     generator = torch.Generator().manual_seed(tokens)
-    rollout_N = -2 * torch.rand((tokens,), generator=generator)
-    training_N = rollout_N + drift * torch.randn((tokens,), generator=generator)
-    advantage_N = torch.rand((tokens,), generator=generator) * 2 - 1
+    rollout_N = -2 * torch.rand((tokens,), generator=generator, dtype=torch.float32)
+    training_N = rollout_N + drift * torch.randn((tokens,), generator=generator, dtype=torch.float32)
+    advantage_N = torch.rand((tokens,), generator=generator, dtype=torch.float32) * 2 - 1
     return training_N.to(dtype), rollout_N.to(dtype), advantage_N.to(dtype)

@@ -32,7 +32,9 @@ def _operands(shape: tuple[int, ...], contract: RmsNormContract) -> tuple[torch.
     """(x, residual, weight, cotangent)."""
     generator = torch.Generator().manual_seed(shape[-1])
     shapes = (shape, shape, shape[1:], shape[1:])
-    drawn = [torch.randn(one, generator=generator).to(torch_dtype(contract.output)) for one in shapes]
+    drawn = [
+        torch.randn(one, generator=generator, dtype=torch.float32).to(torch_dtype(contract.output)) for one in shapes
+    ]
     return drawn[0], drawn[1], drawn[2] * 0.2 + 1, drawn[3]
 
 

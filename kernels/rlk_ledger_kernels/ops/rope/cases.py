@@ -31,8 +31,8 @@ def cases(size: str = "small") -> list[Case]:
 def _case(shape: tuple[int, int, int], positions: int, contract: RopeContract) -> RowCase:
     generator = torch.Generator().manual_seed(shape[-1])
     dtype = torch_dtype(contract.output_dtype)
-    x_NHD = torch.randn(shape, generator=generator).to(dtype)
-    cotangent_HD = torch.randn(shape[1:], generator=generator).to(dtype)
+    x_NHD = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    cotangent_HD = torch.randn(shape[1:], generator=generator, dtype=torch.float32).to(dtype)
     positions_N = torch.randint(0, positions, shape[:1], generator=generator)
     frequencies_F = frequencies(contract.rotary or shape[-1], 1e6)
     table = rope_table(frequencies_F, positions, contract)

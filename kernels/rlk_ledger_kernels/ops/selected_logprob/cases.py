@@ -45,10 +45,12 @@ def wrong() -> list[Wrong]:
 def operands(rows: int, vocabulary: int, dtype: str) -> Rows:
     """Logits of size 30 with padding columns, some of them masked, and tokens of which one is ignored."""
     generator = torch.Generator().manual_seed(vocabulary)
-    logits_NV = torch.randn((rows, vocabulary + PADDING), generator=generator) * 8
-    logits_NV[:, :-PADDING].masked_fill_(torch.rand((rows, vocabulary), generator=generator) < 0.1, float("-inf"))
+    logits_NV = torch.randn((rows, vocabulary + PADDING), generator=generator, dtype=torch.float32) * 8
+    logits_NV[:, :-PADDING].masked_fill_(
+        torch.rand((rows, vocabulary), generator=generator, dtype=torch.float32) < 0.1, float("-inf")
+    )
     tokens_N = torch.randint(0, vocabulary, (rows,), generator=generator)
-    logits_NV[torch.arange(rows), tokens_N] = torch.randn(rows, generator=generator)
+    logits_NV[torch.arange(rows), tokens_N] = torch.randn(rows, generator=generator, dtype=torch.float32)
     tokens_N[5] = -100
     return logits_NV.to(torch_dtype(dtype)), tokens_N
 

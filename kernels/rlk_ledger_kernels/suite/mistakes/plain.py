@@ -12,7 +12,7 @@ import torch
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
     """Standard normal float32 on the CPU, the same for the same seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def summed(terms_NK: torch.Tensor, leaf: int | None = None) -> torch.Tensor:

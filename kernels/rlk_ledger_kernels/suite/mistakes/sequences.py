@@ -60,7 +60,9 @@ def _case(habits: Habits) -> SequenceCase:
 def _attention(habits: Habits, sequences: Sequence[Sequence_], feeding: Feeding) -> list[torch.Tensor]:
     device = sequences[0][0].device
     blocks = sum(-(-len(one[0]) // BLOCK) for one in sequences) + 3
-    keys, values = (torch.full((blocks, BLOCK, HEADS, D), feeding.stale, device=device) for _ in range(2))
+    keys, values = (
+        torch.full((blocks, BLOCK, HEADS, D), feeding.stale, dtype=torch.float32, device=device) for _ in range(2)
+    )
 
     def call(spans: list[Span]) -> list[torch.Tensor]:
         for span in spans:
@@ -87,12 +89,12 @@ def _attend(
     k_SHD, v_SHD = keys[pages].flatten(0, 1), values[pages].flatten(0, 1)
     q = q_THD[span.first : span.end]
     position_T = torch.arange(span.first, span.end, device=q.device)
-    top = torch.full((len(q), HEADS), float("-inf"), device=q.device)
+    top = torch.full((len(q), HEADS), float("-inf"), dtype=torch.float32, device=q.device)
     denominator, out = torch.zeros_like(top), torch.zeros_like(q)
     step = habits.kv_block(span.end, sequences)
     for start in range(begin, len(k_SHD), step):
         k, v = k_SHD[start : start + step], v_SHD[start : start + step]
-        scores_TSH = torch.zeros((len(q), len(k), HEADS), device=q.device)
+        scores_TSH = torch.zeros((len(q), len(k), HEADS), dtype=torch.float32, device=q.device)
         for d in range(D):
             scores_TSH = scores_TSH + q[:, None, :, d] * k[None, :, :, d]
         hidden_TS1 = (torch.arange(start, start + len(k), device=q.device)[None] > position_T[:, None])[..., None]
