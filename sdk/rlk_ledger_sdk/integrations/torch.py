@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from rlk_ledger_schemas.fingerprints import sum64x2_digest
@@ -17,6 +18,28 @@ from rlk_ledger_sdk.weights import sum64x2
 
 LAYERS = ("*embed_tokens", "*layers.*", "*norm")
 """The boundaries of a Llama-like model, whatever it is wrapped in: embeddings, every decoder layer, the final norm."""
+OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "*embed_tokens": ("output",),
+        "*input_layernorm": ("output",),
+        "*q_proj": ("output",),
+        "*k_proj": ("output",),
+        "*v_proj": ("output",),
+        "*qkv_proj": ("output",),
+        "*q_norm": ("output",),
+        "*k_norm": ("output",),
+        "*o_proj": ("input", "output"),
+        "*post_attention_layernorm": ("input", "output"),
+        "*gate_proj": ("output",),
+        "*up_proj": ("output",),
+        "*gate_up_proj": ("output",),
+        "*down_proj": ("input", "output"),
+        "*layers.*": ("output",),
+        "*norm": ("output",),
+        "*lm_head": ("output",),
+    }
+)
+"""The operators of a Llama-like model, each with what is taken of it: `rlk-ledger divergence` names one of them."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -106,12 +129,17 @@ def selected_logprobs(logits: Any, token_ids: Any, temperature: float = 1.0, chu
     return out.reshape(token_ids.shape)
 
 
+Placed = Callable[[str, str], Mapping[str, Any]]
+"""(module name, stage) -> fields of that one boundary."""
+
+
 class Boundaries:
     """Hooks on the chosen modules of one model; `remove()`, or the end of the `with` block, takes them off."""
 
-    def __init__(self, pass_id: str | None, fields: Mapping[str, Any], tensors: bool) -> None:
+    def __init__(self, pass_id: str | None, fields: Mapping[str, Any], tensors: bool, placed: Placed | None) -> None:
         self._handles: list[Any] = []
-        self._pass, self._fields, self._tensors = pass_id, dict(fields), tensors
+        self._pass, self._fields, self._tensors, self._placed = pass_id, dict(fields), tensors, placed
+        self._modules = 0
         self._forward, self._order = -1, 0
 
     def __enter__(self) -> "Boundaries":
@@ -122,17 +150,21 @@ class Boundaries:
 
     def __len__(self) -> int:
         """How many modules are hooked."""
-        return max(0, len(self._handles) - 1)
+        return self._modules if self._handles else 0
 
     def remove(self) -> None:
         """Takes every hook off; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _watch(self, model: Any, chosen: Sequence[tuple[str, Any]]) -> None:
+    def _watch(self, model: Any, chosen: Sequence[tuple[str, Any, tuple[str, ...]]]) -> None:
         self._handles.append(model.register_forward_pre_hook(self._begin))
-        for name, module in chosen:
-            self._handles.append(module.register_forward_hook(self._hook(name)))
+        self._modules = len(chosen)
+        for name, module, stages in chosen:
+            if "input" in stages:
+                self._handles.append(module.register_forward_pre_hook(self._before(name)))
+            if "output" in stages:
+                self._handles.append(module.register_forward_hook(self._hook(name)))
 
     def _begin(self, *_: object) -> None:
         """A forward pass of the whole model begins: its boundaries count from 0."""
@@ -142,11 +174,19 @@ class Boundaries:
         def captured(module: Any, inputs: Any, output: Any) -> None:
             if not _compiling():
                 with guarded(f"boundary {name}"):
-                    self._record(name, output)
+                    self._record(name, "output", output)
 
         return captured
 
-    def _record(self, name: str, output: Any) -> None:
+    def _before(self, name: str) -> Callable[..., None]:
+        def captured(module: Any, inputs: Any) -> None:
+            if not _compiling():
+                with guarded(f"boundary {name}"):
+                    self._record(name, "input", inputs)
+
+        return captured
+
+    def _record(self, name: str, stage: str, output: Any) -> None:
         tensor = _first_tensor(output)
         if tensor is None:
             return
@@ -157,37 +197,47 @@ class Boundaries:
             boundary=name,
             order=order,
             layer=_layer(name),
-            stage="output",
+            stage=stage,
             digest=sum64x2_digest([sum64x2(name, held)]),
             dtype=short_dtype(held.dtype),
             shape=list(held.shape),
             pass_id=f"{self._pass or 'forward'}/{max(self._forward, 0)}",
             values=held.float().reshape(-1).cpu() if self._tensors else None,
-            **self._fields,
+            **{**self._fields, **(self._placed(name, stage) if self._placed is not None else {})},
         )
 
 
 def capture_boundaries(
     model: Any,
-    modules: Sequence[str] = LAYERS,
+    modules: Sequence[str] | Mapping[str, Sequence[str]] = LAYERS,
     *,
     pass_id: str | None = None,
     tensors: bool = False,
+    placed: Placed | None = None,
     **fields: Any,
 ) -> Boundaries:
     """Records a `boundary.captured` for every forward pass of the chosen modules until `remove()`.
 
     modules: names as `named_modules()` gives them, each dotted part a glob (`model.layers.*` is every layer and
-    nothing inside it; a leading `*` stands for any number of parts). tensors: also keep the values as float32. fields:
-    more fields of the event (`layout_id`, `contract_ids`, `shard` ...). The hooks return nothing, so no value changes;
-    each reads its tensor once. Inside torch.compile they record nothing. With recording off nothing is hooked.
+    nothing inside it; a leading `*` stands for any number of parts). A mapping says of each glob whether the module's
+    first positional `input`, its `output` or both are taken; see OPERATORS. tensors: also keep the values as float32.
+    placed: called with (module name, stage), gives the fields that hold for it alone: `feature_range` or `shard` of a
+    tensor this rank holds a part of. fields: more fields of every event (`layout_id`, `contract_ids` ...). The hooks
+    return nothing, so no value changes; each reads its tensor once. Inside torch.compile they record nothing. With
+    recording off nothing is hooked.
     """
-    boundaries = Boundaries(pass_id, fields, tensors)
+    boundaries = Boundaries(pass_id, fields, tensors, placed)
     if recording():
         with guarded("torch boundaries"):
-            chosen = [(n, m) for n, m in model.named_modules() if n and any(_matches(n, glob) for glob in modules)]
-            boundaries._watch(model, chosen)
+            globs = dict(modules) if isinstance(modules, Mapping) else dict.fromkeys(modules, ("output",))
+            named = [(n, m, _stages(n, globs)) for n, m in model.named_modules() if n]
+            boundaries._watch(model, [one for one in named if one[2]])
     return boundaries
+
+
+def _stages(name: str, globs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """What is taken of a module: the stages of every glob its name matches."""
+    return tuple(sorted({stage for glob, stages in globs.items() if _matches(name, glob) for stage in stages}))
 
 
 def _matches(name: str, glob: str) -> bool:
