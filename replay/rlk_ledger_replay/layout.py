@@ -78,6 +78,9 @@ def vocabulary_spans(vocabulary: int, tile: int, ranks: int) -> tuple[tuple[int,
 def check_layout(layout: Layout, config: ModelConfig, numerics: Numerics) -> None:
     """Refuse a layout under which this model would not keep its bits; raises ContractError naming the requirement."""
     tp = layout.tp
+    departs = numerics.attention_merge or numerics.lse_state or numerics.reduce_ranks > 1
+    if departs and (tp, layout.cp) != (1, 1):
+        raise ContractError("numerics that imitate merging in a narrow dtype run on one rank; choose tp 1 and cp 1")
     if tp == 1:
         return
     if config.heads % tp:

@@ -22,6 +22,7 @@ from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.schedule import Schedule
 from rlk_ledger_replay.checkpoint import ModelConfig
+from rlk_ledger_replay.departures import AttentionMerge
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Numerics:
     swiglu: `activation` rounds silu(gate) before the product, `product` only after it.
     router: dtype of a router's logits; its softmax and weights are float32 until the weights are rounded to `compute`.
     temperature, logprob_mode: `processed` scores softmax(logits / temperature), `raw` ignores temperature.
+    residual: dtype of the residual stream. rope_arithmetic: dtype the rotation's products are rounded to.
+    softmax: dtype attention's weights are rounded to before they multiply the values; None is float32.
+    attention_merge, lse_state, reduce_ranks, reduce_dtype: roundings of engines that cut attention, the vocabulary or
+        row-parallel products into parts, see `departures`; reduce_ranks 1 cuts nothing.
     schedule: the order of every sum; in float32 some leaves are shorter, see `leaves`.
     """
 
@@ -61,6 +66,13 @@ class Numerics:
     rms_norm: RoundingOrder = "hf"
     swiglu: Literal["activation", "product"] = "activation"
     router: DType | None = None
+    residual: DType | None = None
+    rope_arithmetic: DType | None = None
+    softmax: DType | None = None
+    attention_merge: AttentionMerge | None = None
+    lse_state: DType | None = None
+    reduce_ranks: int = 1
+    reduce_dtype: DType | None = None
     temperature: float = 1.0
     logprob_mode: Literal["raw", "processed"] = "processed"
     schedule: Schedule = field(default_factory=Schedule)
@@ -81,7 +93,14 @@ class Numerics:
         one_of("numerics.logprob_mode", self.logprob_mode, ("raw", "processed"))
         if not isinstance(self.schedule, Schedule):
             raise ContractError(f"numerics.schedule is {self.schedule!r}; pass a Schedule")
-        torch_dtype(self.kv_cache or self.compute)
+        one_of("numerics.attention_merge", self.attention_merge, (None, "state", "output"))
+        for dtype in (self.kv_cache, self.residual, self.lse_state, self.reduce_dtype):
+            torch_dtype(dtype or self.compute)
+        if self.reduce_ranks < 1 or (self.reduce_ranks > 1) != (self.reduce_dtype is not None):
+            raise ContractError(
+                f"numerics.reduce_ranks is {self.reduce_ranks} and reduce_dtype {self.reduce_dtype!r}; give both or neither"
+            )
+        self.attention_contract(64)
         self.router_logits_contract()
         self.linear_contract()
         self.rms_norm_contract(1e-6)
@@ -105,7 +124,8 @@ class Numerics:
 
     def rope_contract(self) -> RopeContract:
         """The rotation of queries and keys."""
-        return RopeContract(table=self.rope_table or self.compute, arithmetic=self.compute)
+        arithmetic = self.rope_arithmetic or self.compute
+        return RopeContract(table=self.rope_table or self.compute, arithmetic=arithmetic, output=self.compute)
 
     def rotation_table(self, config: ModelConfig, device: str) -> RopeTable:
         """The cosines and sines of a model's positions.
@@ -118,7 +138,13 @@ class Numerics:
 
     def attention_contract(self, head_dim: int, window: int | None = None) -> AttentionContract:
         """Attention with the usual scale."""
-        return AttentionContract(scale=head_dim**-0.5, output=self.compute, schedule=self.schedule, window=window)
+        return AttentionContract(
+            scale=head_dim**-0.5,
+            output=self.compute,
+            schedule=self.schedule,
+            window=window,
+            weights=self.softmax or "float32",
+        )
 
     def swiglu_contract(self) -> SwigluContract:
         """The gated activation."""
@@ -153,3 +179,21 @@ class Numerics:
         LogprobContract(temperature=self.temperature)  # refuses a bad one in raw mode as well
         schedule = self._with_leaf(self.leaves().head)
         return LogprobContract(temperature=temperature, logits=self.logits or head, head=head, schedule=schedule)
+
+    def spelled_out(self) -> Numerics:
+        """The same numerics with every default written out, so that equal ones compare equal."""
+        head = self.lm_head or self.compute
+        raw = self.logprob_mode == "raw"
+        return replace(
+            self,
+            lm_head=head,
+            logits=self.logits or head,
+            kv_cache=self.kv_cache or self.compute,
+            rope_table=self.rope_table or self.compute,
+            router=self.router or self.compute,
+            residual=self.residual or self.compute,
+            rope_arithmetic=self.rope_arithmetic or self.compute,
+            softmax=self.softmax or "float32",
+            temperature=1.0 if raw else self.temperature,
+            logprob_mode="processed",
+        )

@@ -6,7 +6,7 @@ O outputs, K contraction, H hidden, D head_dim, V vocabulary. A tuple in a layer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,8 +129,13 @@ class ShardReader:
     def _row_parallel(self, name: str, biased: bool) -> RowParallel:
         weight_OK = self.tensor(f"{name}.weight")
         bias_O = self.tensor(f"{name}.bias") if biased else None
-        if self._tp == 1:
+        ranks = self._numerics.reduce_ranks
+        if self._tp == 1 and ranks == 1:
             return RowParallel((self._pack(weight_OK, bias_O),), bias_O)
+        if self._tp == 1:
+            wide = replace(self._numerics.linear_contract(), output="float32")
+            parts = weight_OK.tensor_split(ranks, dim=1)
+            return RowParallel(tuple(self._operators.linear.pack_linear(part, wide) for part in parts), bias_O)
         pack, contract = self._operators.linear.pack_row_shard, self._numerics.linear_contract()
         return RowParallel(tuple(pack(weight_OK, contract, self._tp, rank) for rank in self._ranks), bias_O)
 
