@@ -63,8 +63,7 @@ def test_gradients_are_those_of_float64_autograd(
             torch.testing.assert_close(ours[rows].double(), theirs, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("module", [on_torch, on_triton], ids=["torch", "triton"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("module", "dtype"), [(on_torch, "float32"), (on_torch, "bfloat16"), (on_triton, "bfloat16")])
 def test_gradients_of_a_sequence_do_not_depend_on_the_others(module: ModuleType, dtype: str) -> None:
     contract = AttentionContract(
         0.3,

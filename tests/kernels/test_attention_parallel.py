@@ -3,16 +3,15 @@ process and over gloo; what is missing, doubled or foreign among the partial res
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attention_model import drawn, packed, plain
+from attention_rank import CONTRACT, HEADS, LENGTHS
 
 from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.errors import OperandError
@@ -24,15 +23,12 @@ from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.schedule import Schedule
 
-RANK = Path(__file__).parents[1] / "support" / "attention_rank.py"
-LENGTHS = (150, 1, 67)
-
 
 def sharded(
     module: ModuleType, ranks: int, ownership: str, contract: AttentionContract
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[partials.BlockPartials], AttentionPlan]:
     """The undivided result, and the partials of ranks that hold nothing but the keys of their own blocks."""
-    sequences = [drawn(i, n, 4, 2, 16, torch.float32) for i, n in enumerate(LENGTHS)]
+    sequences = [drawn(i, n, *HEADS, torch.float32) for i, n in enumerate(LENGTHS)]
     q, cache, plan = packed(sequences, contract)
     _, k, v = (torch.cat(parts) for parts in zip(*sequences))
     parts = []
@@ -76,23 +72,12 @@ def test_the_reference_merges_to_its_own_value() -> None:
     torch.testing.assert_close(merged_lse, lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "ownership"), [(2, "contiguous"), (4, "zigzag")])
-def test_ranks_over_gloo_give_the_bits_of_one(ranks: int, ownership: str, tmp_path: Path) -> None:
-    outs = [tmp_path / f"{rank}.pt" for rank in range(ranks)]
-    command = [sys.executable, str(RANK)]
-    tail = [str(ranks), str(tmp_path / "store")]
-    workers = [
-        subprocess.Popen([*command, str(r), *tail, str(outs[r]), ownership], stderr=subprocess.PIPE, text=True)
-        for r in range(ranks)
-    ]
-    for worker in workers:
-        _, told = worker.communicate(timeout=120)
-        assert worker.returncode == 0, told
-    contract = AttentionContract(0.25, schedule=Schedule(kv_block=16), window=90)
-    q, cache, plan = packed([drawn(i, n, 4, 2, 16, torch.float32) for i, n in enumerate(LENGTHS)], contract)
-    out, lse = on_torch.attention(q, cache, plan, contract)
-    for path in outs:
-        got_out, got_lse = torch.load(path)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_over_gloo_give_the_bits_of_one(ranks: int, four_ranks: list[dict[tuple[str, int], Any]]) -> None:
+    q, cache, plan = packed([drawn(i, n, *HEADS, torch.float32) for i, n in enumerate(LENGTHS)], CONTRACT)
+    out, lse = on_torch.attention(q, cache, plan, CONTRACT)
+    for found in four_ranks[:ranks]:
+        got_out, got_lse = found["attention", ranks]
         assert same_bits(got_out, out)
         assert same_bits(got_lse, lse)
 

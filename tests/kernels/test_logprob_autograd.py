@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from logprob_rank import CONTRACT, V, module, one_rank, operands, shard_results
+from logprob_rank import CONTRACT, V, module, operands, shard_results
 
 from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.ops.linear_logprob import autograd as linear_autograd
@@ -81,14 +79,14 @@ def test_an_ignored_row_of_nan_harms_no_gradient(backend: str) -> None:
     assert same_bits(results[1][0][4], torch.tensor(0.0))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo over a file is tested on Linux")
-def test_processes_with_a_shard_each_give_the_bits_of_one(tmp_path: Path) -> None:
-    mp.spawn(one_rank, (4, str(tmp_path)), nprocs=4, join=True)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_with_a_shard_each_give_the_bits_of_one(
+    ranks: int, four_ranks: list[dict[tuple[str, int], Any]]
+) -> None:
     alone = shard_results(0, 1, SimulatedGroup(1))
-    for ranks in (2, 4):
-        parts = [torch.load(tmp_path / f"{rank}-of-{ranks}.pt") for rank in range(ranks)]
-        for part in parts:
-            for name in ("from_logits", "from_hidden", "hidden_grad"):
-                assert same_bits(part[name], alone[name]), (name, ranks)
-        assert same_bits(torch.cat([part["logits_grad"] for part in parts], 1), alone["logits_grad"])
-        assert same_bits(torch.cat([part["weight_grad"] for part in parts]), alone["weight_grad"])
+    parts = [found["logprob", ranks] for found in four_ranks[:ranks]]
+    for part in parts:
+        for name in ("from_logits", "from_hidden", "hidden_grad"):
+            assert same_bits(part[name], alone[name]), name
+    assert same_bits(torch.cat([part["logits_grad"] for part in parts], 1), alone["logits_grad"])
+    assert same_bits(torch.cat([part["weight_grad"] for part in parts]), alone["weight_grad"])

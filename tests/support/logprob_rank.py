@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
 from rlk_ledger_kernels.ops.linear_logprob import autograd as linear_autograd
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
@@ -31,18 +29,6 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens_N = torch.randint(0, V, (N,), generator=generator)
     tokens_N[4] = -100
     return hidden_NK, weight_VK, tokens_N, torch.randn(N, generator=generator)
-
-
-def one_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    torch.save(shard_results(rank, ranks, DistributedGroup()), f"{folder}/{rank}-of-{ranks}.pt")
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        torch.save(shard_results(rank, 2, DistributedGroup(pair)), f"{folder}/{rank}-of-2.pt")
-    dist.destroy_process_group()
 
 
 def shard_results(rank: int, ranks: int, group: DistributedGroup | SimulatedGroup) -> dict[str, torch.Tensor]:
