@@ -74,7 +74,7 @@ def own_classes(
         codes[special & (values > 0)] = POS_INF
         codes[special & (values < 0)] = NEG_INF
         codes[np.isnan(values)] = NAN
-    if recorded is not None:
+    if recorded is not None and recorded.any():
         codes = np.where(recorded > 0, recorded, codes).astype(np.uint8)
     return codes
 
@@ -86,7 +86,8 @@ def recurring_sentinels(values: Float32) -> npt.NDArray[np.uint32]:
     piled up (at least 4 times, at least 3 times as often as any other value within 2 nats of it); and the same pile
     above the minimum, where only a part of the run was clamped (at least 8 times, 4 times as often).
     """
-    tail = values[np.isfinite(values) & (values <= _FLOOR_AT_MOST)]
+    tail = values[values <= _FLOOR_AT_MOST]
+    tail = tail[np.isfinite(tail)]
     if tail.size == 0:
         return np.empty(0, np.uint32)
     distinct, count = np.unique(tail, return_counts=True)
@@ -112,16 +113,18 @@ def cross_classes(
     """
     left, right = left.copy(), right.copy()
     for values, codes, other, others in ((rollout, left, training, right), (training, right, rollout, left)):
-        constant = np.isin(values, DEFAULTED_VALUES) & active & (others == FINITE) & (codes != MISSING)
-        codes[constant & (other < DEFAULTED_OTHER_BELOW)] = DEFAULTED
+        constant = np.isin(values, DEFAULTED_VALUES) & (other < DEFAULTED_OTHER_BELOW)
+        if constant.any():
+            codes[constant & active & (others == FINITE) & (codes != MISSING)] = DEFAULTED
     comparable = active & (left == FINITE) & (right == FINITE)
-    at = np.flatnonzero(comparable)
-    if at.size == 0:
+    compared = int(np.count_nonzero(comparable))
+    if compared == 0:
         return Crossed(left, right, None, ())
-    equal = _bits(rollout[at]) == _bits(training[at])
-    fraction = float(equal.mean())
-    if fraction >= ZERO_DRIFT_FRACTION:
+    equal = _bits(rollout)[comparable] == _bits(training)[comparable]
+    fraction = float(np.count_nonzero(equal) / compared)
+    if fraction >= ZERO_DRIFT_FRACTION or not _has_run(equal, COPIED_RUN):
         return Crossed(left, right, fraction, ())
+    at = np.flatnonzero(comparable)
     runs = _copied_runs(rollout[at], equal, sample[at])
     for start, end in runs:
         rows = at[start:end]
@@ -132,6 +135,13 @@ def cross_classes(
 
 def _bits(values: Float32) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _has_run(equal: Bool, length: int) -> bool:
+    """Whether `length` equal tokens could stand in one run: saturated ones, which a run skips, are equal too."""
+    differ = np.flatnonzero(~equal)
+    gaps = np.diff(differ, prepend=-1, append=len(equal)) - 1
+    return bool((gaps >= length).any())
 
 
 def _copied_runs(values: Float32, equal: Bool, sample: Index) -> list[tuple[int, int]]:
@@ -150,9 +160,12 @@ def _copied_runs(values: Float32, equal: Bool, sample: Index) -> list[tuple[int,
     limit = np.log(min(COPIED_PROBABILITY, 1e-3 / index.size))
     edges = np.flatnonzero((hits[1:] != hits[:-1]) | (owners[1:] != owners[:-1])) + 1
     starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [index.size]])
+    long = hits[starts] & (ends - starts >= COPIED_RUN)
+    if not long.any():
+        return []
     log_rate = np.maximum(_log_equality_rate(values[index], hits), _log_sample_rate(owners, hits, starts, ends))
     total = np.concatenate([[0.0], np.cumsum(log_rate)])
-    chosen = hits[starts] & (ends - starts >= COPIED_RUN) & (total[ends] - total[starts] < limit)
+    chosen = long & (total[ends] - total[starts] < limit)
     return [(int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts[chosen], ends[chosen])]
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_ledger import classes
+from rlk_ledger.columns import Columns, join
 from rlk_ledger.history import History, Sample, Score
-from rlk_ledger.series import Missing, Replica, Series, assemble
+from rlk_ledger.series import CONSTANTS, Missing, Replica, Series, assemble
 
 SIDES = ("rollout", "training")
 
@@ -114,6 +115,7 @@ class Pairing:
     samples: list[Sample] = field(default_factory=list)
     series: dict[tuple[str, int | None], dict[str, list[Series]]] = field(default_factory=dict)
     equal_fraction: float | None = None
+    columns: Columns = field(default_factory=lambda: join([]))
 
 
 def pair(history: History) -> Pairing:
@@ -133,7 +135,8 @@ def pair(history: History) -> Pairing:
         pairing.series[sample.key] = held
         _pair_sample(pairing, sample, held["rollout"], held["training"], index)
         _coverage(pairing, sample, held, sample.key in skipped)
-    _classify(pairing)
+    pairing.columns = join(pairing.pairs)
+    pairing.equal_fraction = pairing.columns.equal_fraction
     return pairing
 
 
@@ -239,6 +242,10 @@ def _pair_sample(
             first[version] = series
     if rollout is None or not agreeing:
         return
+    whole = _whole_pair(pairing, sample, rollout, first, index)
+    if whole is not None:
+        pairing.pairs.append(whole)
+        return
     pair_ = _blank(pairing, sample, rollout, agreeing[0], index)
     if pair_.version.size and (None in first or (pair_.active & (pair_.version < 0)).any()):
         pairing.unversioned.append(sample)
@@ -249,8 +256,60 @@ def _pair_sample(
     _off_policy(pairing, pair_, first, index)
 
 
-def _blank(pairing: Pairing, sample: Sample, rollout: Series, training: Series, index: dict[str, int]) -> PairedSample:
+def _whole_pair(
+    pairing: Pairing, sample: Sample, rollout: Series, first: dict[str | None, Series], index: dict[str, int]
+) -> PairedSample | None:
+    """The pair of a sample all of which both sides scored once under one version: what the general way makes of it."""
+    name, training = next(iter(first.items()))
+    n, version = len(sample), _one_version(sample, rollout, index)
+    if len(first) > 1 or not (n and rollout.whole and training.whole) or version is None:
+        return None
+    if name is not None and 0 <= version != index[name]:
+        return None
+    active = sample.loss_mask.astype(np.bool_)
+    if name is None or (version < 0 and active.any()):
+        pairing.unversioned.append(sample)
+    return PairedSample(
+        sample=sample,
+        rollout=rollout.values,
+        training=training.values,
+        paired=CONSTANTS.of("bool", 1, n),
+        active=active,
+        version=np.full(n, version, np.int32),
+        rank=training.rank,
+        rollout_class=CONSTANTS.of("uint8", 0, n),
+        training_class=CONSTANTS.of("uint8", 0, n),
+        training_present=training.present,
+        training_recorded=training.recorded,
+        held=[training],
+        origin=CONSTANTS.of("int16", 0, n),
+        **_ends(pairing, rollout, training),
+    )
+
+
+def _one_version(sample: Sample, rollout: Series, index: dict[str, int]) -> int | None:
+    """The number of the version a whole rollout was sampled under (-1: none is recorded), None where there are more."""
+    if not sample.weight_spans:
+        recorded = rollout.first.weight_version
+        return -1 if recorded is None else index[recorded]
+    name, start, end = sample.weight_spans[0]
+    return index[name] if len(sample.weight_spans) == 1 and start == 0 and end >= len(sample) else None
+
+
+def _ends(pairing: Pairing, rollout: Series, training: Series) -> dict[str, Any]:
+    """What a pair says of the two series it begins with."""
     contracts = pairing.history.contracts
+    return {
+        "rollout_series": rollout,
+        "training_series": training,
+        "rollout_contract": contracts.get(rollout.first.contract_id, {}).get("body", {}),
+        "training_contract": contracts.get(training.first.contract_id, {}).get("body", {}),
+        "pass_id": training.first.pass_id,
+        "layout_id": training.first.layout_id,
+    }
+
+
+def _blank(pairing: Pairing, sample: Sample, rollout: Series, training: Series, index: dict[str, int]) -> PairedSample:
     version = np.full(len(sample), -1, np.int32)
     for name, start, end in sample.weight_spans:
         version[start:end] = index[name]
@@ -270,14 +329,9 @@ def _blank(pairing: Pairing, sample: Sample, rollout: Series, training: Series, 
         training_class=np.zeros(len(sample), np.uint8),
         training_present=training.present.copy(),
         training_recorded=training.recorded.copy(),
-        rollout_series=rollout,
-        training_series=training,
-        rollout_contract=contracts.get(rollout.first.contract_id, {}).get("body", {}),
-        training_contract=contracts.get(training.first.contract_id, {}).get("body", {}),
-        pass_id=training.first.pass_id,
-        layout_id=training.first.layout_id,
         held=[training],
         origin=np.zeros(len(sample), np.int16),
+        **_ends(pairing, rollout, training),
     )
 
 
@@ -326,6 +380,8 @@ def _coverage(pairing: Pairing, sample: Sample, held: dict[str, list[Series]], s
     A sample that was aborted, failed or dropped on record owes no training values, and no rollout values either while
     training never scored it: nothing is compared on it.
     """
+    if all(len(held[source]) == 1 and held[source][0].whole for source in SIDES):
+        return  # a whole series is in full view, or scored other tokens and counts as seen
     active = sample.loss_mask.astype(np.bool_)
     sharded = {m.source for m in pairing.missing_shards if m.sample is sample}
     unused = skipped or sample.status in ("aborted", "failed")
@@ -339,28 +395,3 @@ def _coverage(pairing: Pairing, sample: Sample, held: dict[str, list[Series]], s
         missing = int(np.count_nonzero(active & ~seen))
         if missing:
             pairing.unobserved.append(Unobserved(sample, source, missing, bool(held[source])))
-
-
-def _classify(pairing: Pairing) -> None:
-    """Fills the value classes of every pair, over the whole run at once."""
-    pairs = pairing.pairs
-    if not pairs:
-        return
-    lengths = [len(p.sample) for p in pairs]
-    owner = np.repeat(np.arange(len(pairs)), lengths)
-    active = np.concatenate([p.active for p in pairs])
-    codes = []
-    for side in SIDES:
-        values = np.concatenate([getattr(p, side) for p in pairs])
-        rolled = side == "rollout"
-        present = np.concatenate([p.rollout_series.present if rolled else p.training_present for p in pairs])
-        recorded = np.concatenate([p.rollout_series.recorded if rolled else p.training_recorded for p in pairs])
-        own = classes.own_classes(values, recorded, classes.recurring_sentinels(values[active & present]))
-        own[~present] = classes.MISSING
-        codes.append((values, own))
-    (rollout, left), (training, right) = codes
-    crossed = classes.cross_classes(rollout, training, left, right, active, owner)
-    pairing.equal_fraction = crossed.equal_fraction
-    edges = np.cumsum([0, *lengths])
-    for p, start, end in zip(pairs, edges[:-1], edges[1:]):
-        p.rollout_class, p.training_class = crossed.rollout[start:end], crossed.training[start:end]

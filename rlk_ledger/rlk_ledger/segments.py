@@ -102,7 +102,8 @@ def read_segment(source: Source, types: Collection[str] | None = None, checksums
         if types is None:
             return file.read(use_threads=False)
         table = file.read_row_groups(_groups_of(file, types), use_threads=False)
-        return table.filter(pc.is_in(table["type"], pa.array(sorted(types), pa.string())))
+        chosen = pc.is_in(table["type"], pa.array(sorted(types), pa.string()))
+        return table if pc.all(chosen, min_count=0).as_py() else table.filter(chosen)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         text = str(error).strip().splitlines()
         raise FormatError(f"not a readable Parquet segment ({text[0] if text else type(error).__name__}).") from None

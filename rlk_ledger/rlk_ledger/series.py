@@ -5,7 +5,7 @@ Scores of one pass that cover different positions are joined; a score that cover
 a series only when every rank of one world size is present; otherwise they are `Missing`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ class Series:
 
     `present` (bool[n]) says where a value was recorded, `recorded` (uint8[n]) holds the recorder's class codes,
     `rank` (int16[n]) the shard rank that scored a position (-1: not sharded). `token_differs` and `mask_differs` say
-    that this side scored other tokens or masks than the sample's; `excess` counts values beyond the last token.
+    that this side scored other tokens or masks than the sample's; `excess` counts values beyond the last token. Of a
+    `whole` series, which one score is, every position was recorded; its arrays are shared and read-only.
     """
 
     source: str
@@ -35,6 +36,7 @@ class Series:
     token_differs: bool = False
     mask_differs: bool = False
     excess: int = 0
+    whole: bool = False
 
     @property
     def first(self) -> Score:
@@ -77,9 +79,12 @@ class Assembled:
     replicas: list[Replica] = field(default_factory=list)
 
 
-def assemble(history: History, sample: Sample, source: str, scores: Iterable[Score]) -> Assembled:
+def assemble(history: History, sample: Sample, source: str, scores: Sequence[Score]) -> Assembled:
     """The series of one sample and source, in the order their first scores were recorded."""
     out = Assembled()
+    if len(scores) == 1 and _says_all(scores[0], len(sample)):
+        out.series.append(_whole(sample, source, scores[0]))
+        return out
     sharded: dict[tuple[str | None, str | None, str, int], list[Score]] = {}
     for score in scores:
         if score.shard is not None:
@@ -93,6 +98,41 @@ def assemble(history: History, sample: Sample, source: str, scores: Iterable[Sco
             _place_shards(history, sample, source, axis, one_pass, out)
     out.series.sort(key=lambda s: (s.first.step if s.first.step is not None else -1, s.first.seq))
     return out
+
+
+class Constants:
+    """Read-only arrays of one value each, of any length: what is the same at every position is held once."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], npt.NDArray[Any]] = {}
+
+    def of(self, dtype: str, value: int, n: int) -> npt.NDArray[Any]:
+        """`n` times `value`."""
+        held = self._held.get((dtype, value))
+        if held is None or len(held) < n:
+            held = np.full(max(n, 1024), value, dtype)
+            held.flags.writeable = False
+            self._held[dtype, value] = held
+        return held[:n]
+
+
+CONSTANTS = Constants()
+
+
+def _says_all(score: Score, n: int) -> bool:
+    classed = score.value_class is None or len(score.value_class) == n
+    return score.shard is None and score.start == 0 and len(score.values) == n and classed
+
+
+def _whole(sample: Sample, source: str, score: Score) -> Series:
+    """The series of a score that says every position of a sample: nothing is copied."""
+    n = len(sample)
+    recorded = CONSTANTS.of("uint8", 0, n) if score.value_class is None else score.value_class
+    series = Series(
+        source, score.values, CONSTANTS.of("bool", 1, n), recorded, CONSTANTS.of("int16", -1, n), whole=True
+    )
+    _note(series, sample, score)
+    return series
 
 
 def _place_whole(history: History, sample: Sample, source: str, score: Score, out: Assembled) -> None:

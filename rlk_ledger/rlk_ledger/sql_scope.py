@@ -19,7 +19,8 @@ class Scope(NamedTuple):
     """`views`: names of tables the query reads. `runs`: run ids it is limited to, or None when it may read any.
 
     `listing`: the query asks which tables there are (`show tables`), not what they hold. `samples` and `steps`: the
-    sample ids and steps wanted of a view; one that is not there is wanted whole.
+    sample ids and steps wanted of a view; one that is not there is wanted whole. `columns`: every name that a column of
+    a view could be meant by, in lower case, or None when the query may take any.
     """
 
     views: frozenset[str]
@@ -27,6 +28,7 @@ class Scope(NamedTuple):
     listing: bool = False
     samples: Mapping[str, frozenset[str]] = {}
     steps: Mapping[str, frozenset[int]] = {}
+    columns: frozenset[str] | None = None
 
 
 class _Limit(NamedTuple):
@@ -62,7 +64,38 @@ def scope(query: str, params: Params = None) -> Scope:
     runs = None
     if views and by_view["run_id"].keys() == views:
         runs = frozenset[str]().union(*by_view["run_id"].values())
-    return Scope(views, runs, samples=by_view["sample_id"], steps=by_view["step"])
+    return Scope(views, runs, samples=by_view["sample_id"], steps=by_view["step"], columns=_columns(tree["statements"]))
+
+
+def _columns(statements: Any) -> frozenset[str] | None:
+    """Names of columns a query speaks of, None where it may mean others too: `*`, `#1`, a whole row, a natural join."""
+    names: set[str] = set()
+    rows: set[str] = set()
+    alone: set[str] = set()
+    left = [statements]
+    while left:
+        node = left.pop()
+        if isinstance(node, list):
+            left += node
+        elif isinstance(node, dict):
+            if _takes_any(node):
+                return None
+            said = [name.lower() for name in (*_texts(node, "column_names"), *_texts(node, "using_columns"))]
+            names.update(said)
+            alone.update(said[:1] if len(said) == 1 else ())
+            rows.update(str(node.get(key)).lower() for key in ("table_name", "alias") if "sample" in node)
+            left += node.values()
+    return None if alone & rows else frozenset(names)
+
+
+def _takes_any(node: dict[str, Any]) -> bool:
+    whole = node.get("class") in ("STAR", "POSITIONAL_REFERENCE") or node.get("type") in ("SHOW_REF", "PIVOT")
+    return whole or node.get("ref_type") == "NATURAL" or bool(node.get("column_name_alias"))
+
+
+def _texts(node: dict[str, Any], key: str) -> list[str]:
+    held = node.get(key)
+    return [text for text in held if isinstance(text, str)] if isinstance(held, list) else []
 
 
 def _by_view(selects: list[_Select], column: str) -> dict[str, frozenset[Any]]:

@@ -1,14 +1,15 @@
 """The token-level views - tokens, drift, off_policy - from the same pairing the audit uses."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from rlk_ledger import classes
-from rlk_ledger.history import History, Sample
+from rlk_ledger.history import History, Sample, Score
 from rlk_ledger.pairs import SIDES, PairedSample, Pairing, pair
 from rlk_ledger.series import Series, assemble
 from rlk_ledger_schemas.metrics import LOG_RATIO_CLAMP, VALUE_CLASSES
@@ -221,44 +222,136 @@ def _token_values(
     }
 
 
-def drift_table(histories: Iterable[History]) -> pa.Table:
-    """One row per compared token: paired, active and finite on both sides."""
-    out = _Columns(DRIFT)
-    for history in histories:
-        pairing = pair(history)
-        for p in pairing.pairs:
-            at = np.flatnonzero(p.compared)
-            for version, origin in sorted(set(zip(p.version[at].tolist(), p.origin[at].tolist()))):
-                rows = at[(p.version[at] == version) & (p.origin[at] == origin)]
-                _drift_block(out, pairing, p, rows, version)
-    return out.table()
+def drift_table(histories: Iterable[History], columns: Collection[str] | None = None) -> pa.Table:
+    """One row per compared token: paired, active and finite on both sides. Only `columns` are made, when given."""
+    wanted = {name: kind for name, kind in DRIFT.items() if columns is None or name in columns}
+    wanted = wanted or {"step": DRIFT["step"]}  # `count(*)` takes none, and counts rows
+    tables = [_drift_of(history, wanted) for history in histories]
+    if not tables:
+        return pa.schema(list(wanted.items())).empty_table()
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).unify_dictionaries()
 
 
-def _drift_block(out: _Columns, pairing: Pairing, p: PairedSample, at: npt.NDArray[np.int64], version: int) -> None:
-    sample, writers = p.sample, pairing.history.writers
-    rollout, training = p.rollout_series.first, p.source_of(at[0]).first
-    d = p.training[at].astype(np.float64) - p.rollout[at]
-    values = _keys(pairing.history, sample, at) | {
-        "engine": sample.engine,
-        "weight_version": pairing.versions[version] if version >= 0 else None,
-        "pass_id": training.pass_id,
-        "layout_id": training.layout_id,
-        "rollout": p.rollout[at],
-        "training": p.training[at],
-        "dlogp": d,
-        "abs_dlogp": np.abs(d),
-        "rho": np.exp(np.clip(d, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)),
-        "rollout_rank": writers.get(rollout.writer_id, {}).get("rank"),
-        "training_rank": writers.get(training.writer_id, {}).get("rank"),
-        "shard_rank": p.rank[at],
-        "rollout_contract": rollout.contract_id,
-        "training_contract": training.contract_id,
-        "turn": sample.dims.get("turn"),
-        "cached_tokens": sample.cache.get("cached_tokens"),
-        "chunks": len(sample.chunks) or None,
-        "response_length": len(sample),
-    }
-    out.block(len(at), values)
+def _drift_of(history: History, wanted: dict[str, pa.DataType]) -> pa.Table:
+    """The columns `wanted` of one history's compared tokens: what a token has of its own, and what its block shares."""
+    pairing = pair(history)
+    blocks = _Blocks(pairing)
+    made: dict[str, pa.Array] = {}
+    for name, kind in wanted.items():
+        if name in _OF_A_TOKEN:
+            values, absent = _OF_A_TOKEN[name](blocks)
+            made[name] = pa.array(values, kind, mask=absent)
+        else:
+            made[name] = _spread([_OF_A_BLOCK[name](one) for one in blocks.held], blocks.sizes, kind)
+    return pa.table(made)
+
+
+class _Block(NamedTuple):
+    """Compared tokens of one pair, of one weight version and one training pass."""
+
+    pairing: Pairing
+    pair: PairedSample
+    version: int
+    training: Score
+
+    @property
+    def rollout(self) -> Score:
+        return self.pair.rollout_series.first
+
+    def rank(self, score: Score) -> Any:
+        return self.pairing.history.writers.get(score.writer_id, {}).get("rank")
+
+
+class _Blocks:
+    """The compared tokens of a run, as rows of its columns and as blocks of them."""
+
+    def __init__(self, pairing: Pairing) -> None:
+        self.columns, self.pairing = pairing.columns, pairing
+        self.rows = rows = self.columns.rows()
+        self.all = len(rows) == len(self.columns.owner)
+        keys = [self.take(key) for key in (self.columns.owner, self.columns.version, self.columns.origin)]
+        new = np.zeros(max(len(rows) - 1, 0), np.bool_)
+        for key in keys:
+            new |= key[1:] != key[:-1]
+        starts = np.concatenate([np.zeros(min(len(rows), 1), np.int64), np.flatnonzero(new) + 1])
+        self.sizes = np.diff(starts, append=len(rows))
+        places = zip(*(key[starts].tolist() for key in keys))
+        self.held = [self._block(*place) for place in places]
+
+    def take(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A column of the run at the compared tokens."""
+        return column if self.all else column[self.rows]
+
+    def _block(self, owner: int, version: int, origin: int) -> _Block:
+        one = self.pairing.pairs[owner]
+        return _Block(self.pairing, one, version, one.held[origin].first)
+
+    @cached_property
+    def dlogp(self) -> npt.NDArray[np.float64]:
+        """t - r of each compared token, in nats."""
+        return np.asarray(
+            self.take(self.columns.training).astype(np.float64) - self.take(self.columns.rollout), np.float64
+        )
+
+
+def _token_ids(blocks: _Blocks) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
+    """Token ids (uint64), absent where a sample was recorded without them."""
+    samples = [p.sample for p in blocks.pairing.pairs]
+    known = [len(s.response_token_ids) == len(s) for s in samples]
+    parts = [s.response_token_ids if there else np.zeros(len(s), np.int32) for s, there in zip(samples, known)]
+    ids = np.concatenate([part.astype(np.uint64) for part in parts]) if parts else np.empty(0, np.uint64)
+    return blocks.take(ids), None if all(known) else ~np.array(known)[blocks.take(blocks.columns.owner)]
+
+
+def _whole(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], None]:
+    return values, None
+
+
+_Cells = tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]
+_OF_A_TOKEN: dict[str, Callable[[_Blocks], _Cells]] = {
+    "position": lambda b: _whole(b.columns.position(b.rows).astype(np.int32)),
+    "token_id": _token_ids,
+    "rollout": lambda b: _whole(b.take(b.columns.rollout)),
+    "training": lambda b: _whole(b.take(b.columns.training)),
+    "dlogp": lambda b: _whole(b.dlogp),
+    "abs_dlogp": lambda b: _whole(np.abs(b.dlogp)),
+    "rho": lambda b: _whole(np.exp(np.clip(b.dlogp, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))),
+    "shard_rank": lambda b: (b.take(b.columns.rank), b.take(b.columns.rank) < 0),
+}
+"""Columns that differ from token to token: (values, which are absent or None)."""
+_OF_A_BLOCK: dict[str, Callable[[_Block], Any]] = {
+    "run_id": lambda b: b.pairing.history.run_id,
+    "step": lambda b: b.pair.sample.step,
+    "sample_id": lambda b: b.pair.sample.sample_id,
+    "attempt": lambda b: b.pair.sample.attempt,
+    "group_id": lambda b: b.pair.sample.group_id,
+    "engine": lambda b: b.pair.sample.engine,
+    "weight_version": lambda b: b.pairing.versions[b.version] if b.version >= 0 else None,
+    "pass_id": lambda b: b.training.pass_id,
+    "layout_id": lambda b: b.training.layout_id,
+    "rollout_rank": lambda b: b.rank(b.rollout),
+    "training_rank": lambda b: b.rank(b.training),
+    "rollout_contract": lambda b: b.rollout.contract_id,
+    "training_contract": lambda b: b.training.contract_id,
+    "turn": lambda b: b.pair.sample.dims.get("turn"),
+    "cached_tokens": lambda b: b.pair.sample.cache.get("cached_tokens"),
+    "chunks": lambda b: len(b.pair.sample.chunks) or None,
+    "response_length": lambda b: len(b.pair.sample),
+}
+"""Columns whose value a block shares."""
+
+
+def _spread(values: list[Any], sizes: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
+    """One value a block, repeated over its tokens; text as codes into its distinct values."""
+    if kind == _TEXT:
+        known: dict[str, int] = {}
+        codes = [-1 if value is None else known.setdefault(str(value), len(known)) for value in values]
+        joined = np.repeat(np.array(codes, np.int32), sizes)
+        indices = pa.array(joined, pa.int32(), mask=joined < 0 if -1 in codes else None)
+        return pa.DictionaryArray.from_arrays(indices, pa.array(list(known), pa.string()))
+    absent = np.array([value is None for value in values], np.bool_)
+    cells = np.array([0 if value is None else value for value in values], np.int64)
+    return pa.array(np.repeat(cells, sizes), kind, mask=np.repeat(absent, sizes) if absent.any() else None)
 
 
 def off_policy_table(histories: Iterable[History]) -> pa.Table:

@@ -1,7 +1,8 @@
 """SQL over a ledger: DuckDB views, read-only, built from the segments the receipts say a query needs.
 
-A query is parsed first: only the views it names are built, only for the runs it is limited to (`run_id = ...` in its
-WHERE), and only from segments holding those event types, and the samples (`sample_id = ...`) and steps it asks for.
+A query is parsed first: only the views it names are built (of `drift`, only the columns it names), only for the runs it
+is limited to (`run_id = ...` in its WHERE), and only from segments holding those event types, and the samples
+(`sample_id = ...`) and steps it asks for.
 The connection can then neither reach files nor change its own settings. The same (writer, seq) shipped twice is shown
 once.
 """
@@ -51,9 +52,16 @@ def sql(ledger: Ledger, query: str, params: Params = None) -> duckdb.DuckDBPyRel
     needed = scope(query, params)
     connection = connect(ledger, None, frozenset()) if needed.listing else _connect(ledger, needed)
     try:
-        return connection.sql(query, params=params) if params else connection.sql(query)
+        try:
+            return _asked(connection, query, params)
+        except duckdb.BinderException:  # an unknown column: the answer names all there are
+            return _asked(_connect(ledger, needed._replace(columns=None)), query, params)
     except duckdb.Error as error:
         raise UsageError(_explained(error)) from None
+
+
+def _asked(connection: duckdb.DuckDBPyConnection, query: str, params: Params) -> duckdb.DuckDBPyRelation:
+    return connection.sql(query, params=params) if params else connection.sql(query)
 
 
 def fetch(relation: duckdb.DuckDBPyRelation) -> pa.Table:
@@ -111,6 +119,8 @@ def _build(name: str, ledger: Ledger, runs: Sequence[str], histories: _Histories
         return event_tables.runs_table(ledger, runs)
     if name == "events":
         return event_tables.events_table(ledger, runs)
+    if name == "drift":
+        return token_tables.drift_table(histories.all(), needed.columns)
     if name in token_tables.BUILDERS:
         return token_tables.BUILDERS[name](histories.all())
     steps = needed.steps.get(name)

@@ -6,8 +6,6 @@ splitter) is left out where the sides are not comparable.
 
 from typing import Any
 
-import numpy as np
-
 from rlk_ledger import metrics
 from rlk_ledger.audit import (
     admission,
@@ -97,15 +95,11 @@ def summarise(view: View) -> dict[str, Any]:
 
 def measured(view: View) -> metrics.Drift:
     """Every drift metric over the paired active tokens, what is no measurement counted beside them."""
+    columns = view.pairing.columns
+    rows = columns.paired & columns.active
     return metrics.measure(
-        _column(view, "rollout"),
-        _column(view, "training"),
-        sample=np.repeat(np.arange(len(view.pairs)), [int((p.paired & p.active).sum()) for p in view.pairs]),
-        classes=(_column(view, "rollout_class"), _column(view, "training_class")),
+        columns.rollout[rows],
+        columns.training[rows],
+        sample=columns.owner[rows],
+        classes=(columns.rollout_class[rows], columns.training_class[rows]),
     )
-
-
-def _column(view: View, name: str) -> Any:
-    dtype = np.uint8 if name.endswith("class") else np.float32
-    parts = [getattr(p, name)[p.paired & p.active] for p in view.pairs]
-    return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -6,7 +6,9 @@ sample. A dimension constant within a sample is tested by permuting membership w
 varies inside groups (prompts differ, and their samples share that); where it does not, the group means must differ as
 well. A dimension that varies inside a sample is tested by sign flips of within-sample contrasts, the tail's over as
 many tokens of the level as beside it; between samples the tail's growth with their length is taken off. At least 8
-samples a level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2.
+samples a level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2. The ratio of
+rounded values overstates that of their noise (many are equal, and a little more noise makes many differ), so the mean
+size of |d| must be larger as well, by 1.6 times at least.
 """
 
 from collections.abc import Iterable
@@ -29,7 +31,8 @@ Index = npt.NDArray[np.int64]
 MIN_SAMPLES = 8
 P_ADJUSTED = 0.001
 RATIO = 2.0
-P_GROUPS = 0.001
+P_GROUPS = 0.0003
+SIZE_RATIO = 1.6
 _MIN_TOKENS = 4
 _MIN_SIDE_TOKENS = 2
 _DECILES = 10
@@ -199,8 +202,8 @@ class _Splitter:
 
         Among tests nearly as strong as the strongest, a derived (causal) name is preferred.
         """
-        remaining = [t for t in tests if t.adjusted < P_ADJUSTED and t.ratio >= RATIO]
         keep = np.ones(len(self.view.tokens), np.bool_)
+        remaining = [t for t in tests if t.adjusted < P_ADJUSTED and t.ratio >= RATIO and self.is_larger(t, keep)]
         while remaining:
             strongest = max(t.effect for t in remaining)
             head = min(
@@ -215,13 +218,21 @@ class _Splitter:
             yield self.finding(head, sorted(aliases), sorted(explained - {head.dimension.name}), len(tests))
             remaining = left
 
+    def is_larger(self, test: Test, keep: Bool) -> bool:
+        """Whether the mean size of |d| is larger in a test's level too, sample by sample."""
+        again = self.again(test, keep, "size")
+        return bool(again) and again[0].ratio >= SIZE_RATIO
+
+    def again(self, test: Test, keep: Bool, statistic: str) -> list[Test]:
+        """The same level tested over the kept tokens by a statistic."""
+        if test.dimension.within:
+            return self.test_within(test.dimension, test.level, statistic, keep)
+        value, usable = self.per_sample(keep, statistic)
+        return self.test_between(test.dimension, test.level, statistic, value, usable)
+
     def holds(self, test: Test, keep: Bool, tried: int) -> bool:
         """Whether a test stays significant without the tokens already explained."""
-        if test.dimension.within:
-            again = self.test_within(test.dimension, test.level, test.statistic, keep)
-        else:
-            value, usable = self.per_sample(keep, test.statistic)
-            again = self.test_between(test.dimension, test.level, test.statistic, value, usable)
+        again = self.again(test, keep, test.statistic)
         return bool(again) and again[0].p * tried < P_ADJUSTED and again[0].ratio >= RATIO
 
     def finding(self, test: Test, aliases: list[str], explained: list[str], tried: int) -> Finding:
@@ -256,12 +267,13 @@ def _codes(values: list[Any]) -> Index:
 
 
 def _reduce(y: Float64, owner: Index, count: Index, statistic: str) -> Float64:
-    """Per sample: the mean of y, or half the log of the mean of exp(2 y)."""
+    """Per sample: the mean of y (typical), half the log of the mean of exp(2 y) (tail), or that of exp(y) (size)."""
     n, size = len(count), np.maximum(count, 1)
     if statistic == "typical":
         return np.asarray(np.bincount(owner, weights=y, minlength=n) / size, np.float64)
-    power = np.bincount(owner, weights=np.exp(2.0 * np.minimum(y, 300.0)), minlength=n) / size
-    return np.asarray(0.5 * np.log(np.maximum(power, np.exp(2.0 * _LOW))), np.float64)
+    k = 1.0 if statistic == "size" else 2.0
+    power = np.bincount(owner, weights=np.exp(k * np.minimum(y, 300.0)), minlength=n) / size
+    return np.asarray(np.log(np.maximum(power, np.exp(k * _LOW))) / k, np.float64)
 
 
 def _evenly(rows: Bool, owner: Index, wanted: Index) -> Bool:

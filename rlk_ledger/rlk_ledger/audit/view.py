@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_ledger.audit.finding import Finding
+from rlk_ledger.columns import Columns
 from rlk_ledger.history import History
 from rlk_ledger.pairs import PairedSample, Pairing, pair
 
@@ -55,28 +56,22 @@ Detector = Callable[[View], Iterable[Finding]]
 def make_view(history: History, pairing: Pairing | None = None) -> View:
     """The view of a history; `pairing` is reused when given."""
     pairing = pairing or pair(history)
-    return View(history, pairing, pairing.pairs, flatten(pairing.pairs))
+    return View(history, pairing, pairing.pairs, flatten(pairing.columns))
 
 
-def flatten(pairs: list[PairedSample]) -> Tokens:
-    """The compared tokens of `pairs`."""
-    where = [np.flatnonzero(p.compared) for p in pairs]
-    sizes = [len(w) for w in where]
-    r = _join([p.rollout[w] for p, w in zip(pairs, where)], np.float64)
-    t = _join([p.training[w] for p, w in zip(pairs, where)], np.float64)
+def flatten(columns: Columns) -> Tokens:
+    """The compared tokens of a run's columns."""
+    rows = np.flatnonzero(columns.compared)
+    r, t = columns.rollout[rows].astype(np.float64), columns.training[rows].astype(np.float64)
     return Tokens(
         r=r,
         t=t,
         d=t - r,
-        sample=np.repeat(np.arange(len(pairs), dtype=np.int64), sizes),
-        position=_join(where, np.int64),
-        rank=_join([p.rank[w] for p, w in zip(pairs, where)], np.int64),
-        version=_join([p.version[w] for p, w in zip(pairs, where)], np.int64),
+        sample=columns.owner[rows],
+        position=columns.position(rows),
+        rank=columns.rank[rows].astype(np.int64),
+        version=columns.version[rows].astype(np.int64),
     )
-
-
-def _join(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
 
 
 def place(pairing: Pairing, pair_: PairedSample, position: int) -> dict[str, Any]:
