@@ -329,9 +329,9 @@ def _combine(
         return y_NH
     tile_rows, width = row_tile(hidden, _COLUMNS)
     _combine_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(hidden, width))](
-        parts_NTH,
+        parts_NTH.contiguous(),
         weights_NT.contiguous(),
-        experts_NT.argsort(dim=1, stable=True),
+        experts_NT.argsort(dim=1, stable=True).contiguous(),  # it keeps the strides it is given
         y_NH,
         rows,
         hidden,

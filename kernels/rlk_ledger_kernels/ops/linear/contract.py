@@ -48,7 +48,7 @@ def checked_bias(bias_O: torch.Tensor | None, outputs: int) -> torch.Tensor | No
         return None
     if bias_O.shape != (outputs,):
         raise OperandError(f"linear: bias has shape {tuple(bias_O.shape)}, expected ({outputs},)")
-    return bias_O.to(torch.float32)
+    return bias_O.to(torch.float32).contiguous()
 
 
 def checked_rows(x_NK: torch.Tensor, k: int, what: str = "x") -> None:

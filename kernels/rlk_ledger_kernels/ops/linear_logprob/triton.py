@@ -162,7 +162,10 @@ def head_backward(
     rows, k = hidden_NK.shape
     tile = head.contract.schedule.vocab_tile
     together = max(1, _ROUND_COLUMNS // tile) * tile
-    grad_hidden_NK = hidden_NK.new_zeros((rows, k), dtype=torch.float32) if carry_NK is None else carry_NK.clone()
+    if carry_NK is None:
+        grad_hidden_NK = hidden_NK.new_zeros((rows, k), dtype=torch.float32)
+    else:
+        grad_hidden_NK = carry_NK.clone(memory_format=torch.contiguous_format)
     grad_weight_VK = torch.zeros(head.weight_VK.shape, dtype=torch.float32, device=hidden_NK.device)
     if rows:
         for offset in range(0, head.end - head.first, together):
@@ -193,8 +196,8 @@ def _slopes(
         head.weight_VK,
         tokens_N.contiguous(),
         grad_N.contiguous(),
-        normal[0],
-        normal[1],
+        normal[0].contiguous(),
+        normal[1].contiguous(),
         d_NW,
         rows,
         stop,
