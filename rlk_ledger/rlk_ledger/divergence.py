@@ -100,6 +100,11 @@ class Divergence:
     floors: bool
 
     @property
+    def first_bits(self) -> Compared | None:
+        """The first part whose inputs are equal bit for bit and which is not, whatever its floor allows."""
+        return next((c for c in self.compared if c.differing and c.inputs == "equal"), None)
+
+    @property
     def unknown(self) -> list[Compared]:
         """Parts one side captured that could not be compared."""
         return [c for c in self.compared if c.status == "unknown"]

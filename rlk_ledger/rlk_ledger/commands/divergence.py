@@ -104,6 +104,7 @@ def document(result: "Divergence") -> dict[str, Any]:
         "right": result.right.place._asdict(),
         "exit_code": result.exit_code,
         "first": None if result.first is None else result.first.to_dict(),
+        "first_in_bits": None if result.first_bits is None else result.first_bits.part.text,
         "anchor": None if result.anchor is None else result.anchor.text,
         "suspects": [p.text for p in result.suspects],
         "floor_measured": result.floors,
@@ -131,6 +132,8 @@ def _print(result: "Divergence", count: int) -> None:
         seen = {c.part for c in result.compared if c.status != "unknown"}
         told = [p.text if p in seen else f"{p.text} (not seen on both sides)" for p in result.suspects]
         terminal.say(f"suspects, in the order of the computation: {', '.join(told)}")
+    elif result.first_bits is not None:
+        terminal.say(f"first differing bit from equal inputs: {result.first_bits.part.text}, within its floor")
     for one in result.replicas:
         terminal.say(
             f"replicas.differ: {one.place.role}:{one.place.pass_id} {one.boundary} ({one.stage}), "
