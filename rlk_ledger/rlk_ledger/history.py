@@ -69,6 +69,7 @@ class Sample:
     cache: dict[str, Any]
     chunks: tuple[int, ...]
     routed_experts: dict[str, Any]
+    routes: npt.NDArray[Any] | None
     status: str | None
     reward: float | None
     kept_mass: npt.NDArray[np.float32] | None
@@ -226,6 +227,7 @@ def _sample(writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, 
         cache=fields.get("cache") or {},
         chunks=tuple(fields.get("chunks") or ()),
         routed_experts=fields.get("routed_experts") or {},
+        routes=as_numpy(arrays["routed_experts.array"]) if "routed_experts.array" in arrays else None,
         status=fields.get("status"),
         reward=fields.get("reward"),
         kept_mass=as_numpy(arrays["kept_mass"]) if "kept_mass" in arrays else None,

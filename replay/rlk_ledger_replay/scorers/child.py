@@ -121,7 +121,7 @@ def _run(
         advance(_answered(files[1], len(job.passes)) - shown)
     finally:
         end_group(process)
-    return _ending(process.returncode)
+    return ending(process.returncode)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -131,7 +131,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _ending(code: int | None) -> str | None:
+def ending(code: int | None) -> str | None:
     if not code:
         return None
     if code == -signal.SIGKILL:
