@@ -26,7 +26,7 @@ from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
 from rlk_ledger_kernels.ops.attention.triton_backward import run_backward
 from rlk_ledger_kernels.ops.attention.triton_block import finished, merged, reduced_block
 from rlk_ledger_kernels.triton_device import interpreted
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to
 
 _SHARED_MEMORY = 200 * 1024
 """Bytes of a Hopper multiprocessor that a program plans with."""
@@ -216,7 +216,7 @@ def attention(
     work = launch(plan, chosen["ROWS"] // packing["PACKED"])
     out_NHD = torch.zeros_like(q_NHD, dtype=torch_dtype(contract.output), memory_format=torch.contiguous_format)
     lse_NH = q_NHD.new_zeros((rows, heads), dtype=torch.float32)
-    _forward_kernel[(len(work.tiles_T4), cache.keys.shape[1] * packing["RUNS"])](
+    launcher(_forward_kernel, (len(work.tiles_T4), cache.keys.shape[1] * packing["RUNS"]))(
         q_NHD.contiguous(), cache.keys, cache.values, work.pages_P, work.tiles_T4, out_NHD, lse_NH, heads,
         contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
         **packing, REVERSE=contract.schedule.kv_order == "reverse",
@@ -241,7 +241,7 @@ def attention_partials(
     l_EKM, o_EKMD = torch.empty_like(m_EKM), m_EKM.new_empty((*m_EKM.shape, head_dim))
     if len(tile_E):
         on_device = [torch.from_numpy(x).to(q_NHD.device, torch.int32) for x in (tile_E, block_E)]
-        _partials_kernel[(len(tile_E), kv_heads, -(-m_EKM.shape[2] // chosen["ROWS"]))](
+        launcher(_partials_kernel, (len(tile_E), kv_heads, -(-m_EKM.shape[2] // chosen["ROWS"])))(
             q_NHD.contiguous(), cache.keys, cache.values, launch(plan, 1).pages_P, *on_device, *places(plan),
             m_EKM, l_EKM, o_EKMD, heads, contract.scale, *cache.keys.stride()[:3], *cache.values.stride()[:3],
             GROUP=group, Q_TILE=plan.q_tile, WEIGHTS=TRITON_DTYPES[torch_dtype(contract.weights)], **chosen,
@@ -264,7 +264,7 @@ def merge_partials(
     device = m_EKM.device
     out_NHD = m_EKM.new_zeros((parts[0].rows, heads, head_dim), dtype=torch_dtype(contract.output))
     lse_NH = m_EKM.new_zeros((parts[0].rows, heads))
-    _merge_kernel[(plan.tiles, kv_heads, -(-rows // _rows(head_dim)))](
+    launcher(_merge_kernel, (plan.tiles, kv_heads, -(-rows // _rows(head_dim))))(
         m_EKM, l_EKM, o_EKMD, at_V[place_V].to(device, torch.int32), offset_T.to(device, torch.int32),
         places(plan)[0], out_NHD, lse_NH, GROUP=rows // plan.q_tile, Q_TILE=plan.q_tile, ROWS=_rows(head_dim),
         HEAD_DIM=head_dim, COLUMNS=_columns(head_dim), OUTPUT=TRITON_DTYPES[out_NHD.dtype],

@@ -15,11 +15,11 @@ import triton.language as tl
 
 from rlk_ledger_kernels.ops.attention.launch import key_tiles, launch
 from rlk_ledger_kernels.ops.attention.plan import AttentionPlan
-from rlk_ledger_kernels.ops.attention.triton_block import block_scores, product, visible
-from rlk_ledger_kernels.triton_language import round_to
+from rlk_ledger_kernels.ops.attention.triton_block import block_scores, visible
+from rlk_ledger_kernels.triton_language import dense, dot, launcher, round_to
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def slope_kernel(
     grad_ptr, grad_lse_ptr, out_ptr, slope_ptr, rows,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -45,7 +45,7 @@ def weights_and_slopes(
     base = tl.where(lse == float("-inf"), 0.0, lse)
     scores = tl.where(seen, block_scores(q, k, scale, SCALE_SCORE), float("-inf"))
     p = tl.exp(scores - base[:, None])
-    ds = p * (product(grad.to(PV), v) + slope[:, None])
+    ds = p * (dot(grad.to(PV), v) + slope[:, None])
     return p, tl.where(seen, ds, 0.0)
 
 
@@ -88,7 +88,7 @@ def query_kernel(
         _, ds = weights_and_slopes(
             q, k, v, grad, slope, lse, first + query, block * KV_BLOCK + key, real, scale, WINDOW, SCALE_SCORE, PV
         )
-        dq = dq + product(round_to(ds, QK), tl.trans(k))
+        dq = dq + dot(round_to(ds, QK), tl.trans(k))
     tl.store(dq_ptr + at, dq * scale + 0.0, mask=inside)
 
 
@@ -133,8 +133,8 @@ def key_kernel(
         p, ds = weights_and_slopes(
             q, k, v, grad, slope, lse, position, block * KV_BLOCK + key, real, scale, WINDOW, SCALE_SCORE, PV
         )
-        dv = dv + product(tl.trans(round_to(p, PV)), grad.to(PV))
-        dk = dk + product(tl.trans(round_to(ds, QK)), q)
+        dv = dv + dot(tl.trans(round_to(p, PV)), grad.to(PV))
+        dk = dk + dot(tl.trans(round_to(ds, QK)), q)
     if SCALE_SCORE:
         dk = dk * scale
     place = (first_row + block * KV_BLOCK + key).to(tl.int64) * tl.num_programs(1) + kv_head
@@ -163,9 +163,9 @@ def run_backward(
     """
     rows, heads, head_dim = q_NHD.shape
     kv_heads, tile_rows = keys.shape[1], settings["ROWS"]
-    grad_NHD, out_NHD, q_NHD = grad_NHD.contiguous(), out_NHD.contiguous(), q_NHD.contiguous()
+    grad_NHD, out_NHD, q_NHD = dense(grad_NHD), dense(out_NHD), dense(q_NHD)
     slope_NH = torch.empty((rows, heads), dtype=torch.float32, device=q_NHD.device)
-    slope_kernel[(triton.cdiv(rows * heads, 32),)](
+    launcher(slope_kernel, (triton.cdiv(rows * heads, 32),))(
         grad_NHD, grad_lse_NH.contiguous(), out_NHD, slope_NH, rows * heads,
         HEAD_DIM=head_dim, COLUMNS=settings["COLUMNS"], ROWS=32, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -174,13 +174,13 @@ def run_backward(
     work = launch(plan, tile_rows // packing["PACKED"])
     strides = (*keys.stride()[:3], *values.stride()[:3])
     sums = (grad_NHD, slope_NH, lse_NH.contiguous())
-    query_kernel[(len(work.tiles_T4), kv_heads * packing["RUNS"])](
+    launcher(query_kernel, (len(work.tiles_T4), kv_heads * packing["RUNS"]))(
         q_NHD, keys, values, work.pages_P, work.tiles_T4, *sums, dq_NHD, heads, scale, *strides, **packing, **settings
     )
     tiles_B4 = key_tiles(plan)
     # A stage holds queries and their gradients: of three, Hopper's shared memory has no room.
     stages = min(settings["num_stages"], 2 if settings["COLUMNS"] <= 128 else 1)
-    key_kernel[(len(tiles_B4), kv_heads)](
+    launcher(key_kernel, (len(tiles_B4), kv_heads))(
         q_NHD, keys, values, tiles_B4, *sums, dk_NKD, dv_NKD, heads, scale, *strides, **packing,
         **{**settings, "num_stages": stages},
     )  # fmt: skip

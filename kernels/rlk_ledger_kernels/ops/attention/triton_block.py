@@ -5,22 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlk_ledger_kernels.triton_language import INTERPRETED, round_to
-
-
-@triton.jit
-def product(a, b):
-    """a b in float32: no TF32, and operands that the interpreter cannot multiply are widened, which is exact."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="ieee")
+from rlk_ledger_kernels.triton_language import dot, round_to
 
 
 @triton.jit
 def block_scores(q, k, scale, SCALE_SCORE: tl.constexpr):
     """Scaled scores of one block, float32 [rows, kv_block]."""
-    scores = product(q, k)
+    scores = dot(q, k)
     if SCALE_SCORE:
         scores = scores * scale
     return scores
@@ -56,12 +47,12 @@ def reduced_block(
         bad = (tl.abs(v.to(tl.float32)) <= 3.4028234663852886e38) == 0
         if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
             weighed = tl.where(weights.to(tl.float32) > 0, 1.0, 0.0).to(PV)
-            seen = product(weighed, tl.where(bad, 1.0, 0.0).to(PV))
-            out = tl.where(seen > 0, float("nan"), product(weights, tl.where(bad, 0.0, v).to(PV)))
+            seen = dot(weighed, tl.where(bad, 1.0, 0.0).to(PV))
+            out = tl.where(seen > 0, float("nan"), dot(weights, tl.where(bad, 0.0, v).to(PV)))
         else:
-            out = product(weights, v)
+            out = dot(weights, v)
     else:
-        out = product(weights, v)
+        out = dot(weights, v)
     return m, total, out
 
 

@@ -13,13 +13,13 @@ import triton.language as tl
 from rlk_ledger_kernels.ops.embedding.shard import check_ids
 from rlk_ledger_kernels.ops.embedding.torch import table_gradient
 from rlk_ledger_kernels.token_sum import FAN_IN, TokenLevel
-from rlk_ledger_kernels.triton_language import row_tile, warps
+from rlk_ledger_kernels.triton_language import launcher, row_tile, warps
 
 _MOST_COLUMNS = 1024
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gather_kernel(
     ids_ptr, table_ptr, out_ptr, tokens, width, first, size, table_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -33,7 +33,7 @@ def _gather_kernel(
     tl.store(out_ptr + token[:, None] * width + column[None, :], found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _level_kernel(
     rows_ptr,
     order_ptr,
@@ -84,7 +84,7 @@ def embedding_shard(ids_N: torch.Tensor, table_SH: torch.Tensor, first: int) -> 
     tile_rows, columns = row_tile(width, _MOST_COLUMNS)
     integer = _INTEGER[table_SH.element_size()]
     if out_NH.numel():
-        _gather_kernel[(triton.cdiv(tokens, tile_rows), triton.cdiv(width, columns))](
+        launcher(_gather_kernel, (triton.cdiv(tokens, tile_rows), triton.cdiv(width, columns)))(
             ids_N.contiguous(),
             table_SH.view(integer),
             out_NH.view(integer),
@@ -114,7 +114,7 @@ def _add_level(rows_NW: torch.Tensor, level: TokenLevel) -> torch.Tensor:
     total_BW = torch.empty((nodes, width), dtype=torch.float32, device=rows_NW.device)
     tile_nodes, columns = row_tile(width, _MOST_COLUMNS)
     if total_BW.numel():
-        _level_kernel[(triton.cdiv(nodes, tile_nodes), triton.cdiv(width, columns))](
+        launcher(_level_kernel, (triton.cdiv(nodes, tile_nodes), triton.cdiv(width, columns)))(
             rows_NW.contiguous(),
             level.order_N,
             level.first_B,

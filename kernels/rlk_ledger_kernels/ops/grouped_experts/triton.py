@@ -41,7 +41,7 @@ from rlk_ledger_kernels.ops.linear.triton import (
 )
 from rlk_ledger_kernels.ops.swiglu import triton as swiglu_triton
 from rlk_ledger_kernels.schedule import Schedule
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to, rounded_through, row_tile, warps
 
 _COLUMNS = 1024
 
@@ -292,7 +292,7 @@ class _Grouped:
         if not self.pairs_P.numel():
             return y_PO
         tile, count = tile_for(x.dtype, x.device), tiles[0].numel()
-        _grouped_kernel[(count * triton.cdiv(outputs, tile.outputs),)](
+        launcher(_grouped_kernel, (count * triton.cdiv(outputs, tile.outputs),))(
             x,
             w_EOK,
             y_PO,
@@ -328,7 +328,7 @@ def _combine(
     if not parts_NTH.numel():
         return y_NH
     tile_rows, width = row_tile(hidden, _COLUMNS)
-    _combine_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(hidden, width))](
+    launcher(_combine_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(hidden, width)))(
         parts_NTH.contiguous(),
         weights_NT.contiguous(),
         experts_NT.argsort(dim=1, stable=True).contiguous(),  # it keeps the strides it is given

@@ -28,7 +28,7 @@ from rlk_ledger_kernels.ops.linear.contract import LinearContract, checked_bias,
 from rlk_ledger_kernels.ops.linear.torch import merge_partials as merge_partials
 from rlk_ledger_kernels.ops.linear.tree import leaf_spans, shard_span, sum_blocks
 from rlk_ledger_kernels.schedule import Schedule
-from rlk_ledger_kernels.triton_language import INTERPRETED, TRITON_DTYPES, round_to
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, dot, launcher, round_to
 
 MAX_DEPTH = 4
 """Levels of the tree inside one kernel: 16 leaves."""
@@ -118,10 +118,7 @@ def tree_dot(
                 k = K - 1 - k
             a = tl.load(x_rows + k[None, :].to(tl.int64) * stride_xk, mask=(place < length)[None, :], other=0.0)
             b = tl.load(w_rows + k[:, None].to(tl.int64) * stride_wk, mask=(place < length)[:, None], other=0.0)
-        if INTERPRETED:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = dot(a, b, acc)
         if DEPTH > 0:  # noqa: SIM102 - decided when compiled
             if (inner == STEPS - 1) & (leaf < last):
                 slots = carried(leaf, acc, slots, K, LEAF, DEPTH, FIXED, EXACT)
@@ -368,7 +365,7 @@ def _launch(
         return y_NO
     tile = tile_for(x_NK.dtype, x_NK.device)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)
-    linear_kernel[grid](
+    launcher(linear_kernel, grid)(
         x_NK,
         weight_OK,
         bias_O,

@@ -31,7 +31,7 @@ from rlk_ledger_kernels.ops.selected_logprob.statistics import Statistics, check
 from rlk_ledger_kernels.ops.selected_logprob.triton import ignore_index, scale
 from rlk_ledger_kernels.ops.vocab_parallel_logprob.triton import merge_statistics, normaliser
 from rlk_ledger_kernels.triton_device import interpreted
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher
 
 __all__ = [
     "PackedHead",
@@ -111,7 +111,7 @@ def head_statistics(hidden_NK: torch.Tensor, head: PackedHead, tokens_N: torch.T
     blocks = _blocks(hidden_NK.dtype, contract.schedule.vocab_tile)
     row_blocks = triton.cdiv(rows, blocks.rows)
     if rows and tiles:
-        statistics_kernel[(row_blocks * tiles,)](
+        launcher(statistics_kernel, (row_blocks * tiles,))(
             hidden_NK,
             head.weight_VK,
             tokens_N.contiguous(),
@@ -191,7 +191,7 @@ def _slopes(
     d_NW = torch.empty((rows, stop - offset), dtype=hidden_NK.dtype, device=hidden_NK.device)
     blocks = _blocks(hidden_NK.dtype, contract.schedule.vocab_tile)
     row_blocks = triton.cdiv(rows, blocks.rows)
-    slope_kernel[(row_blocks * triton.cdiv(stop - offset, blocks.columns),)](
+    launcher(slope_kernel, (row_blocks * triton.cdiv(stop - offset, blocks.columns),))(
         hidden_NK,
         head.weight_VK,
         tokens_N.contiguous(),
@@ -222,7 +222,7 @@ def _continue_hidden(d_NW: torch.Tensor, weight_WK: torch.Tensor, out_NK: torch.
     rows, k = out_NK.shape
     blocks = _blocks(d_NW.dtype, tile)
     row_blocks = triton.cdiv(rows, blocks.rows)
-    hidden_kernel[(row_blocks * triton.cdiv(k, blocks.columns),)](
+    launcher(hidden_kernel, (row_blocks * triton.cdiv(k, blocks.columns),))(
         d_NW,
         weight_WK,
         out_NK,
@@ -244,7 +244,7 @@ def _weight_rows(
     rows, width = d_NW.shape
     blocks = _blocks(d_NW.dtype, contract.schedule.vocab_tile)
     width_blocks = triton.cdiv(width, blocks.rows)
-    weight_kernel[(width_blocks * triton.cdiv(hidden_NK.shape[1], blocks.columns),)](
+    launcher(weight_kernel, (width_blocks * triton.cdiv(hidden_NK.shape[1], blocks.columns),))(
         d_NW,
         hidden_NK,
         tokens_N.contiguous(),
@@ -275,7 +275,6 @@ def _options(blocks: _Blocks) -> dict[str, object]:
         "ROWS": blocks.rows,
         "COLUMNS": blocks.columns,
         "BLOCK_K": blocks.k,
-        "WIDEN": interpreted(),
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
         "enable_fp_fusion": False,

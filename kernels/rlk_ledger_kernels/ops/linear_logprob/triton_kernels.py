@@ -1,7 +1,7 @@
 """The kernels of linear_logprob in Triton; `triton.py` says how they make the operator.
 
 Every product is a block of rows by a block of columns over blocks of K, first to last, accumulated in float32; `ROWS`,
-`COLUMNS` and `BLOCK_K` are fixed by dtype and vocabulary tile. WIDEN: the interpreter multiplies in float32 only.
+`COLUMNS` and `BLOCK_K` are fixed by dtype and vocabulary tile.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlk_ledger_kernels.triton_language import round_to, rounded_through
+from rlk_ledger_kernels.triton_language import dot, round_to, rounded_through
 
 
 @triton.jit
@@ -26,7 +26,6 @@ def _logits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
     LOGITS: tl.constexpr,
 ):
     """Logits of a block, rounded as the contract says and float32, -inf in columns from `stop` on."""
@@ -38,14 +37,11 @@ def _logits(
         left = in_k < k - start
         h = tl.load(hidden_ptr + hidden_at + start, mask=(row < rows)[:, None] & left[None, :], other=0.0)
         w = tl.load(weight_ptr + weight_at + start, mask=(column < stop)[None, :] & left[:, None], other=0.0)
-        if WIDEN:
-            h = h.to(tl.float32)
-            w = w.to(tl.float32)
-        acc = tl.dot(h, w, acc, input_precision="ieee")
+        acc = dot(h, w, acc)
     return tl.where((column < stop)[None, :], rounded_through(acc, LOGITS), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_blocks"])
 def statistics_kernel(
     hidden_ptr,
     weight_ptr,
@@ -66,7 +62,6 @@ def statistics_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
     LOGITS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -92,7 +87,6 @@ def statistics_kernel(
             ROWS,
             COLUMNS,
             BLOCK_K,
-            WIDEN,
             LOGITS,
         )
         new_top = tl.maximum(top, tl.max(z, axis=1))
@@ -110,7 +104,7 @@ def statistics_kernel(
     tl.store(chosen_ptr + row, chosen, mask=(row < rows) & owned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_blocks"])
 def slope_kernel(
     hidden_ptr,
     weight_ptr,
@@ -134,7 +128,6 @@ def slope_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
     LOGITS: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
@@ -155,7 +148,6 @@ def slope_kernel(
         ROWS,
         COLUMNS,
         BLOCK_K,
-        WIDEN,
         LOGITS,
     )
     token = tl.load(tokens_ptr + row, mask=row < rows, other=-1).to(tl.int64)
@@ -172,7 +164,7 @@ def slope_kernel(
     tl.store(out_ptr + at, round_to(d, OUTPUT), mask=(row < rows)[:, None] & (local < out_stride)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_blocks"])
 def hidden_kernel(
     d_ptr,
     weight_ptr,
@@ -188,7 +180,6 @@ def hidden_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """out += d @ weight, the running sum of a row continued over the vocabulary in order."""
     program = tl.program_id(0)
@@ -207,14 +198,11 @@ def hidden_kernel(
         d = tl.load(d_ptr + d_at, mask=(row < rows)[:, None] & held[None, :], other=0.0)
         w_at = line.to(tl.int64)[:, None] * weight_stride + column[None, :]
         w = tl.load(weight_ptr + w_at, mask=held[:, None] & (column < k)[None, :], other=0.0)
-        if WIDEN:
-            d = d.to(tl.float32)
-            w = w.to(tl.float32)
-        acc = tl.dot(d, w, acc, input_precision="ieee")
+        acc = dot(d, w, acc)
     tl.store(out_ptr + at, acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weight_kernel(
     d_ptr,
     hidden_ptr,
@@ -230,7 +218,6 @@ def weight_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """out = d^T @ hidden, tokens summed in blocks of BLOCK_K from the first to the last."""
     program = tl.program_id(0)
@@ -246,9 +233,6 @@ def weight_kernel(
         counted = (row < rows) & (((token == ignored_id) & (ignored_id < 0)) == 0)
         h_at = row.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         h = tl.load(hidden_ptr + h_at, mask=counted[:, None] & (column < k)[None, :], other=0.0)
-        if WIDEN:
-            d = d.to(tl.float32)
-            h = h.to(tl.float32)
-        acc = tl.dot(d, h, acc, input_precision="ieee")
+        acc = dot(d, h, acc)
     at = line.to(tl.int64)[:, None] * k + column[None, :]
     tl.store(out_ptr + at, acc, mask=(line < width)[:, None] & (column < k)[None, :])

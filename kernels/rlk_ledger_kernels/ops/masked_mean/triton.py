@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.masked_mean.exact import COUNTERS, LIMB_BITS, MaskedSum, check_operands, from_limbs
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher
 
 _LIMBS = 32
 _LOWEST = 149
@@ -20,7 +20,7 @@ _BLOCK = 128
 _SPAN = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "spans"])
 def _limbs_kernel(
     values_ptr,
     mask_ptr,
@@ -90,7 +90,7 @@ def masked_sums(values_NT: torch.Tensor, mask_NT: torch.Tensor) -> list[MaskedSu
     spans = triton.cdiv(length, span)
     brain = values_NT.dtype == torch.bfloat16  # read as integers: the interpreter's widening loses bf16 subnormals
     state = torch.empty((rows, spans, _LIMBS + COUNTERS), dtype=torch.int64, device=values_NT.device)
-    _limbs_kernel[(rows, spans)](
+    launcher(_limbs_kernel, (rows, spans))(
         values_NT.contiguous().view(torch.int16) if brain else values_NT.contiguous(),
         mask_NT.to(torch.bool).contiguous().view(torch.int8),
         state,

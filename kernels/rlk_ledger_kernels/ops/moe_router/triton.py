@@ -14,7 +14,15 @@ import triton.language as tl
 
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.moe_router.contract import MoeRouterContract, checked_experts, checked_logits
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
+from rlk_ledger_kernels.triton_language import (
+    TRITON_DTYPES,
+    dense,
+    launcher,
+    round_to,
+    rounded_through,
+    row_tile,
+    warps,
+)
 
 
 @triton.jit
@@ -29,7 +37,7 @@ def _softmax(logits, seen):
     return tl.where(defined[:, None], tl.div_rn(weight, total), float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _router_kernel(
     logits_ptr,
     experts_ptr,
@@ -80,7 +88,7 @@ def _router_kernel(
         tl.store(weights_ptr + row * TOP_K + column, round_to(weight, OUTPUT), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad_ptr,
     logits_ptr,
@@ -143,9 +151,9 @@ def moe_router_backward(
     rows, experts = logits_NE.shape
     grad_NE = torch.empty((rows, experts), dtype=torch.float32, device=logits_NE.device)
     tile_rows, columns = row_tile(experts)
-    _backward_kernel[(max(1, triton.cdiv(rows, tile_rows)),)](
+    launcher(_backward_kernel, (triton.cdiv(rows, tile_rows),))(
         grad_NT.contiguous(),
-        logits_NE.contiguous(),
+        dense(logits_NE),
         experts_NT.contiguous(),
         grad_NE,
         rows,
@@ -165,8 +173,8 @@ def _route(logits_NE: torch.Tensor, experts_NT: torch.Tensor, contract: MoeRoute
     rows, experts = logits_NE.shape
     weights_NT = torch.empty((rows, contract.top_k), dtype=torch_dtype(contract.output), device=logits_NE.device)
     tile_rows, columns = row_tile(experts)
-    _router_kernel[(max(1, triton.cdiv(rows, tile_rows)),)](
-        logits_NE.contiguous(),
+    launcher(_router_kernel, (triton.cdiv(rows, tile_rows),))(
+        dense(logits_NE),
         experts_NT,
         weights_NT,
         rows,

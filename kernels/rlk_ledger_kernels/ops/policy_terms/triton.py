@@ -18,6 +18,7 @@ from rlk_ledger_kernels.ops.policy_terms.contract import (
     TermGradients,
     check_operands,
 )
+from rlk_ledger_kernels.triton_language import launcher
 
 _BLOCK = 1024
 
@@ -40,7 +41,7 @@ def _clips(ratio, advantage, LOW: tl.constexpr, HIGH: tl.constexpr):
     return ((ratio > HIGH) & (advantage >= 0)) | ((ratio < LOW) & (advantage < 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     training_ptr,
     rollout_ptr,
@@ -77,7 +78,7 @@ def _forward_kernel(
     tl.store(outside_ptr + at, ((ratio > HIGH) | (ratio < LOW)).to(tl.int8), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     grads_ptr,
     training_ptr,
@@ -132,7 +133,7 @@ def policy_terms(
     terms = [torch.empty(tokens, dtype=torch.float32, device=training_N.device) for _ in range(5)]
     flags = [torch.empty(tokens, dtype=torch.int8, device=training_N.device) for _ in range(2)]
     if tokens:
-        _forward_kernel[(triton.cdiv(tokens, _BLOCK),)](
+        launcher(_forward_kernel, (triton.cdiv(tokens, _BLOCK),))(
             training_N.contiguous(),
             rollout_N.contiguous(),
             advantage_N.contiguous(),
@@ -169,7 +170,7 @@ def policy_terms_backward(
             grads_5N[term] = grad_N
     out_N = torch.zeros(tokens, dtype=torch.float64, device=training_N.device)
     if tokens:
-        _backward_kernel[(triton.cdiv(tokens, _BLOCK),)](
+        launcher(_backward_kernel, (triton.cdiv(tokens, _BLOCK),))(
             grads_5N,
             training_N.contiguous(),
             rollout_N.contiguous(),

@@ -17,12 +17,20 @@ from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract, check_operands
 from rlk_ledger_kernels.token_sum import FAN_IN, token_sum
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
+from rlk_ledger_kernels.triton_language import (
+    TRITON_DTYPES,
+    dense,
+    launcher,
+    round_to,
+    rounded_through,
+    row_tile,
+    warps,
+)
 
 _WIDEST = 32768
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr,
     residual_ptr,
@@ -62,7 +70,7 @@ def _forward_kernel(
     tl.store(out_ptr + at, round_to(normal * weight, OUTPUT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     grad_ptr,
     grad_sum_ptr,
@@ -162,15 +170,15 @@ def _forward(
     _check(x, weight, residual)
     width = x.shape[-1]
     rows = x.numel() // width
-    x, added = x.contiguous(), x if residual is None else residual
+    x, added = dense(x), x if residual is None else residual
     out = torch.empty(x.shape, dtype=torch_dtype(contract.output), device=x.device)
     total = out if residual is None else torch.empty_like(out, dtype=torch_dtype(contract.residual_dtype))
     tile_rows, columns = row_tile(width, _WIDEST)
     if rows:
-        _forward_kernel[(triton.cdiv(rows, tile_rows),)](
+        launcher(_forward_kernel, (triton.cdiv(rows, tile_rows),))(
             x,
-            added.contiguous(),
-            weight.contiguous(),
+            dense(added),
+            dense(weight),
             out,
             total,
             rows,
@@ -203,18 +211,18 @@ def _backward(
     width, heads = x.shape[-1], weight.numel() // x.shape[-1]
     tokens = x.numel() // weight.numel()
     blocks = triton.cdiv(tokens, FAN_IN)
-    x, grad = x.contiguous(), grad.contiguous()
+    x, grad = dense(x), dense(grad)
     grad_x = torch.empty_like(x)
     partial_BW = torch.zeros((blocks, weight.numel()), dtype=torch.float32, device=x.device)
     tile_rows, columns = row_tile(width, _WIDEST)
     tile = min(tile_rows, FAN_IN)
     if tokens:
-        _backward_kernel[(blocks, heads)](
+        launcher(_backward_kernel, (blocks, heads))(
             grad,
-            grad if grad_sum is None else grad_sum.contiguous(),
+            grad if grad_sum is None else dense(grad_sum),
             x,
-            x if residual is None else residual.contiguous(),
-            weight.contiguous(),
+            x if residual is None else dense(residual),
+            dense(weight),
             grad_x,
             partial_BW,
             tokens,

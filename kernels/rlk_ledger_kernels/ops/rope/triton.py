@@ -14,7 +14,7 @@ import triton.language as tl
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
 from rlk_ledger_kernels.ops.rope.table import RopeTable, check_operands
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to, rounded_through, row_tile, warps
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _turn(first, second, cos, sin, ARITHMETIC: tl.constexpr):
     return rounded_through(turned_a, ARITHMETIC), rounded_through(turned_b, ARITHMETIC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_total"])
 def _rope_kernel(
     x_ptr,
     cos_ptr,
@@ -110,7 +110,7 @@ def _rotate(
     out = torch.empty(x_NHD.shape, dtype=output, device=x_NHD.device)
     tile_rows, columns = row_tile(max(turned, head_dim - turned))
     if out.numel():
-        _rope_kernel[(triton.cdiv(tokens * heads, tile_rows),)](
+        launcher(_rope_kernel, (triton.cdiv(tokens * heads, tile_rows),))(
             x_NHD,
             rows.cos_PD.contiguous(),
             rows.sin_PD.contiguous(),

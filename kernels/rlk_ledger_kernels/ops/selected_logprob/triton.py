@@ -22,7 +22,7 @@ from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.statistics import check_tokens, part_end, part_tiles
 from rlk_ledger_kernels.triton_device import interpreted
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to, rounded_through
 
 _STEP_ELEMENTS = 2048
 """Logits one step of a program reduces: 64 to a thread of one warp, loaded 16 bytes at a time."""
@@ -40,7 +40,7 @@ _MERGE_ELEMENTS = 1024
 _GRADIENT_ELEMENTS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def _tile_kernel(
     logits_ptr,
     top_ptr,
@@ -86,7 +86,7 @@ def _tile_kernel(
         at = next_at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     top_ptr,
     sum_ptr,
@@ -135,7 +135,7 @@ def _merge_kernel(
     tl.store(out_ptr + row, score, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient_kernel(
     logits_ptr,
     tokens_ptr,
@@ -221,7 +221,7 @@ def tile_statistics(
     columns = triton.next_power_of_2(tile)
     together = max(1, _STEP_ELEMENTS * _FOLD // columns)
     steps = 1 if interpreted() else _STEPS
-    _tile_kernel[(triton.cdiv(rows * tiles, together * steps),)](
+    launcher(_tile_kernel, (triton.cdiv(rows * tiles, together * steps),))(
         readable_NS,
         top_NT,
         sum_NT,
@@ -261,7 +261,7 @@ def merged(
     columns = triton.next_power_of_2(tiles)
     together = max(1, _MERGE_ELEMENTS * _FOLD // columns)
     if rows:
-        _merge_kernel[(triton.cdiv(rows, together),)](
+        launcher(_merge_kernel, (triton.cdiv(rows, together),))(
             top_NT,
             sum_NT,
             chosen,
@@ -304,7 +304,7 @@ def columns_backward(
         readable_NS = logits_NS if logits_NS.stride(1) == 1 else logits_NS.contiguous()
         block = min(_GRADIENT_ELEMENTS, triton.next_power_of_2(columns))
         together = _GRADIENT_ELEMENTS * _FOLD // block
-        _gradient_kernel[(triton.cdiv(rows, together), triton.cdiv(columns, block))](
+        launcher(_gradient_kernel, (triton.cdiv(rows, together), triton.cdiv(columns, block)))(
             readable_NS,
             tokens_N.contiguous(),
             grad_N.contiguous(),

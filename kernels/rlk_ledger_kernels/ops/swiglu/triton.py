@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract, check_operands
-from rlk_ledger_kernels.triton_language import TRITON_DTYPES, round_to, rounded_through, row_tile, warps
+from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to, rounded_through, row_tile, warps
 
 _MOST_COLUMNS = 1024
 
@@ -28,7 +28,7 @@ def _activate(gate, QUOTIENT: tl.constexpr):
         return gate * sigmoid, sigmoid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     gate_ptr,
     up_ptr,
@@ -55,7 +55,7 @@ def _forward_kernel(
     tl.store(out_ptr + row[:, None] * width + column[None, :], round_to(activated * up, OUTPUT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad_ptr,
     gate_ptr,
@@ -99,7 +99,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, contract: SwigluContract) -> to
     gate_NI, up_NI = _as_rows(gate), _as_rows(up)
     rows, width = gate_NI.shape
     tile_rows, columns = row_tile(width, _MOST_COLUMNS)
-    _forward_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(width, columns))](
+    launcher(_forward_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(width, columns)))(
         gate_NI,
         up_NI,
         out,
@@ -133,7 +133,7 @@ def swiglu_backward(
     grad_NI, gate_NI, up_NI = _as_rows(grad), _as_rows(gate), _as_rows(up)
     rows, width = gate_NI.shape
     tile_rows, columns = row_tile(width, _MOST_COLUMNS)
-    _backward_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(width, columns))](
+    launcher(_backward_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(width, columns)))(
         grad_NI,
         gate_NI,
         up_NI,
