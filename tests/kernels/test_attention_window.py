@@ -124,6 +124,29 @@ def test_values_that_are_not_finite_reach_only_the_rows_that_see_them(module: Mo
     assert bool(out[30:50].isnan().all())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, under the interpreter
+@pytest.mark.parametrize("module", BLOCKWISE, ids=name)
+def test_values_that_are_not_finite_give_one_row_the_same_bits_however_its_queries_arrive(module: ModuleType) -> None:
+    contract = AttentionContract(1.0, schedule=Schedule(kv_block=16))
+    q, k, v = drawn(5, 50, 2, 1, 16, torch.float32)
+    k[2] = -k[2].abs() * 40
+    q = q.abs() * 4  # key 2 weighs so little that its weight is 0
+    v[2, 0, 0], v[3, 0, 1], v[5, 0, 2], v[6, 0, 2] = (float(x) for x in ("inf", "-inf", "inf", "-inf"))
+    rows, cache, plan = packed([(q, k, v)], contract)
+    out, lse = module.attention(rows, cache, plan, contract)
+    assert bool(out[7:, :, :3].isnan().all())
+    assert bool(out[:, :, 3:].isfinite().all())
+    for at in (15, 49):
+        step = plan_attention([Chunk(at, 1, plan.chunks[0].blocks)], contract.schedule)
+        got_out, got_lse = module.attention(rows[at : at + 1], cache, step, contract)
+        assert same_bits(got_out, out[at : at + 1])
+        assert same_bits(got_lse, lse[at : at + 1])
+    parts = [module.attention_partials(rows, cache, plan, contract, [own]) for own in ([0, 2], [1, 3])]
+    merged_out, merged_lse = module.merge_partials(parts, plan, contract)
+    assert same_bits(merged_out, out)
+    assert same_bits(merged_lse, lse)
+
+
 def test_scores_at_the_ends_of_the_range_stay_what_softmax_makes_of_them() -> None:
     contract = AttentionContract(1.0, schedule=Schedule(kv_block=16))
     q, k, v = drawn(4, 40, 2, 2, 8, torch.float32)

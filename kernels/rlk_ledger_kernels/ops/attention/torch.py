@@ -263,14 +263,15 @@ def _block(
     if step.ending:
         by_tile[active - step.ending :].masked_fill_(step.hidden_MQB[:, None, None], _MINUS_INFINITY)
     m = scores.amax(-1)
+    seen = (scores > _MINUS_INFINITY).to(v.dtype) if careful else None
     # A row that sees nothing here has m = -inf; against a finite number its weights are exp(-inf) = 0 and not NaN.
     weights = scores.sub_(m.clamp_min(_LOWEST)[..., None]).exp_()
     if contract.weights != "float32":
         weights = weights.to(torch_dtype(contract.weights)).to(torch.float32)
-    if careful:
+    if seen is not None:
         bad = ~v.isfinite()
         part = torch.bmm(weights, v.masked_fill(bad, 0.0))
-        part.masked_fill_(torch.bmm((weights > 0).to(v.dtype), bad.to(v.dtype)) > 0, float("nan"))
+        part.masked_fill_(torch.bmm(seen, bad.to(v.dtype)) > 0, float("nan"))
     else:
         part = torch.bmm(weights, v)
     return m.view(active, kv_heads, rows), part.view(active, kv_heads, rows, -1)

@@ -7,6 +7,9 @@ import triton.language as tl
 
 from rlk_ledger_kernels.triton_language import dot, round_to
 
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest float32."""
+
 
 @triton.jit
 def block_scores(q, k, scale, SCALE_SCORE: tl.constexpr):
@@ -43,11 +46,11 @@ def reduced_block(
     weights = weights.to(PV)
     if MASKED:
         # A masked key weighs 0, but 0 times a value that is not finite is NaN: such values are taken out of the
-        # product and reach only the rows that see them.
-        bad = (tl.abs(v.to(tl.float32)) <= 3.4028234663852886e38) == 0
+        # product and reach only the rows that see them. Where no key is masked the product does so by itself.
+        bad = (tl.abs(v.to(tl.float32)) <= LARGEST) == 0
         if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
-            weighed = tl.where(weights.to(tl.float32) > 0, 1.0, 0.0).to(PV)
-            seen = dot(weighed, tl.where(bad, 1.0, 0.0).to(PV))
+            sees = tl.where(visible(position, key, WINDOW), 1.0, 0.0).to(PV)
+            seen = dot(sees, tl.where(bad, 1.0, 0.0).to(PV))
             out = tl.where(seen > 0, float("nan"), dot(weights, tl.where(bad, 0.0, v).to(PV)))
         else:
             out = dot(weights, v)
@@ -70,9 +73,13 @@ def merged(m, total, out, m_block, total_block, out_block):
 
 @triton.jit
 def finished(m, total, out):
-    """Output and log-sum-exp; a row that sees nothing is zero and minus infinity. Adding 0 makes a zero positive."""
+    """Output and log-sum-exp; a row that sees nothing is zero and minus infinity. Adding 0 makes a zero positive.
+
+    What is not finite becomes NaN: which kind it is depends on the blocks a value was masked in.
+    """
     nothing = total == 0.0
     safe = tl.where(nothing, 1.0, total)
     lse = tl.where(nothing, float("-inf"), m + tl.log(safe))
     divisor = tl.broadcast_to(safe[:, None], out.shape)
-    return tl.div_rn(out, divisor) + 0.0, lse
+    out = tl.div_rn(out, divisor) + 0.0
+    return tl.where(tl.abs(out) <= LARGEST, out, float("nan")), lse
