@@ -93,12 +93,13 @@ class Numerics:
         one_of("numerics.logprob_mode", self.logprob_mode, ("raw", "processed"))
         if not isinstance(self.schedule, Schedule):
             raise ContractError(f"numerics.schedule is {self.schedule!r}; pass a Schedule")
-        one_of("numerics.attention_merge", self.attention_merge, (None, "state", "output"))
+        if self.attention_merge is not None:
+            one_of("numerics.attention_merge", self.attention_merge, ("state", "output"))
         for dtype in (self.kv_cache, self.residual, self.lse_state, self.reduce_dtype):
             torch_dtype(dtype or self.compute)
         if self.reduce_ranks < 1 or (self.reduce_ranks > 1) != (self.reduce_dtype is not None):
             raise ContractError(
-                f"numerics.reduce_ranks is {self.reduce_ranks} and reduce_dtype {self.reduce_dtype!r}; give both or neither"
+                f"numerics.reduce_ranks is {self.reduce_ranks}, reduce_dtype {self.reduce_dtype!r}; give both or none"
             )
         self.attention_contract(64)
         self.router_logits_contract()

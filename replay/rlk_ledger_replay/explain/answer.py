@@ -43,6 +43,8 @@ HALF = 0.5
 """Below half of the excess nothing is called an explanation; a fitted amount below half is no match of values."""
 SCALE = 1.25
 SURVIVORS = 4
+LEAST_REACH = 0.5
+"""However much its own schedules move it, a variant is measured against at least this part of the excess."""
 EPSILON = 1e-14
 """Nats^2 below which two predictions are the same numbers."""
 
@@ -102,7 +104,10 @@ class Answer:
 
 
 Combine = Callable[[Sequence[tuple[str, str]]], Mapping[str, Floats]]
-"""Scores pairs of variants together; gives predictions by `A + B`, leaving out pairs that cannot be."""
+"""Scores pairs of variants together; gives predictions [N] by `A + B`, leaving out pairs that cannot be."""
+Repeat = Callable[[Sequence[str]], Mapping[str, Floats]]
+"""Scores variants, or pairs of them, under some placebo schedules; gives [schedules, N] by name."""
+Told = dict[str, tuple[Explained, Gain]]
 
 
 class _Trial:
@@ -122,22 +127,38 @@ class _Trial:
     def gain(self, prediction_N: Floats) -> Gain:
         return held_out(self.residual_N, prediction_N - self.base_N, self.draws, self.fitted_RG)
 
-    def explained(self, name: str, prediction_N: Floats) -> tuple[Explained, Gain]:
-        gain = self.gain(prediction_N)
+    def explained(self, name: str, prediction_KN: Floats) -> tuple[Explained, Gain]:
+        """What the mean of a variant's schedules explains, of what that variant could explain at all.
+
+        Its own schedules move it too: what they do is no one's to explain. prediction_KN: [schedules, tokens].
+        """
+        gain = self.gain(prediction_KN.mean(axis=0))
+        reach_G = self._excess_G
+        if len(prediction_KN) > 1:
+            own_N = np.nan_to_num(schedule_floor(prediction_KN).spread_N)
+            own_G = self.draws.sums(self.residual_N**2 - np.maximum(own_N, self.floor.spread_N))
+            reach_G = own_G if own_G.sum() > LEAST_REACH * self.excess else reach_G * LEAST_REACH
+        part = gain.total / float(reach_G.sum())
+        error = standard_error(gain.by_group_G - part * reach_G) / float(reach_G.sum())
         left = float((self.residual_N**2).sum()) - gain.total
-        part = gain.total / self.excess
-        error = standard_error(gain.by_group_G - part * self._excess_G) / self.excess
         rms = float(np.sqrt(max(left, 0.0) / len(self.residual_N)))
         return Explained(name, part, error, gain.beta, rms), gain
 
 
 def answer(
-    scored: Scored, draws: Draws, seed: int, combine: Combine | None = None, undeclared: Callable[[str], bool] | None = None
+    scored: Scored,
+    draws: Draws,
+    seed: int,
+    combine: Combine | None = None,
+    repeat: Repeat | None = None,
+    undeclared: Callable[[str], bool] | None = None,
 ) -> Answer:
     """The answer about one side whose gates all passed.
 
-    combine: scores two variants at once, for the greedy and the pairwise step; None skips both. undeclared: whether a
-    variant departs from something the side never declared: within the side's own noise floor that is its choice.
+    combine: scores two variants at once, for the greedy and the pairwise step; None skips both. repeat: scores the best
+    under other orders of sums, so that their own noise is told from what they explain; None takes one order for all.
+    undeclared: whether a variant departs from something the side never declared: within the side's own noise floor that
+    is its choice.
     """
     if draws.clusters < LEAST_GROUPS:
         return Answer(
@@ -169,8 +190,9 @@ def answer(
             f"declares as schedules alone move it (up to {FLOOR_MULTIPLE} is noise): there is no excess to explain."
         )
         return Answer("no_excess", reason, **facts)  # type: ignore[arg-type]
-    found = _search(trial, scored, classes, blind, combine)
-    return _judged(found, facts, own, undeclared or (lambda _: False))
+    found = _Search(trial, scored, classes, blind, combine, repeat).found()
+    small = trial.excess / len(trial.residual_N) <= FLOOR_MULTIPLE**2 * trial.floor.between
+    return _judged(found, facts, own, undeclared or (lambda _: False), blind, small)
 
 
 def separable(scored: Scored, floor: Floor) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
@@ -203,65 +225,103 @@ class _Found:
     chance: float
 
 
-def _search(
-    trial: _Trial, scored: Scored, classes: Sequence[Sequence[str]], blind: Sequence[str], combine: Combine | None
-) -> _Found:
+class _Search:
     """One at a time, then greedily on the best, then every pair of survivors."""
-    told = {name: trial.explained(name, values) for name, values in scored.variants.items() if name not in blind}
-    alive = sorted(
-        (name for name, (one, gain) in told.items() if one.beta >= HALF and gain.beats(trial.chance)),
-        key=lambda name: -told[name][1].total,
-    )
-    chance = trial.chance.total / trial.excess
-    ranked = sorted((one for one, _ in told.values()), key=lambda one: -one.part)
-    if not alive:
-        return _Found(tuple(ranked), None, (), False, _scale(scored, told, blind), chance)
-    joint = _joint(trial, scored, alive, told, classes, combine)
-    best, gain = told[alive[0]]
-    for pair_one, pair_gain in joint.values():
-        if pair_gain.beats(gain) and pair_one.beta >= HALF:
-            best, gain = pair_one, pair_gain
-    ranked = sorted([*ranked, *(one for one, _ in joint.values())], key=lambda one: -one.part)
-    if best.name in joint:
-        return _Found(tuple(ranked), best, (best.name,), False, (), chance)
-    home = next(tuple(one) for one in classes if best.name in one)
-    rivals = [name for name in alive if name not in home and not gain.beats(told[name][1])]
-    return _Found(tuple(ranked), best, (*home, *rivals), bool(rivals), (), chance)
+
+    def __init__(
+        self,
+        trial: _Trial,
+        scored: Scored,
+        classes: Sequence[Sequence[str]],
+        blind: Sequence[str],
+        combine: Combine | None,
+        repeat: Repeat | None,
+    ) -> None:
+        self.trial, self.scored, self.classes, self.blind = trial, scored, classes, blind
+        self.combine, self.repeat = combine, repeat
+        self.home = {name: index for index, one in enumerate(classes) for name in one}
+        self.once: Told = {
+            name: trial.explained(name, values_N[None])
+            for name, values_N in scored.variants.items()
+            if name not in blind
+        }
+
+    def found(self) -> _Found:
+        """Who explains the excess, and who explains it as well."""
+        trial = self.trial
+        first = sorted(self.once, key=lambda name: -self.once[name][1].total)
+        better = [name for name in first if self.once[name][1].total > trial.chance.total]
+        refined = self._refined(better[:SURVIVORS], self.scored.variants)
+        told = {**self.once, **refined}
+        alive = [name for name in told if told[name][0].beta >= HALF and told[name][1].beats(trial.chance)]
+        alive.sort(key=lambda name: (name not in refined, -told[name][1].total))
+        ranked = [one for one, _ in told.values()]
+        chance = trial.chance.total / trial.excess
+        if not alive:
+            return _Found(_ordered(ranked), None, (), False, _scale(self.scored, self.once, self.blind), chance)
+        best, gain = told[alive[0]]
+        joint = self._joint(alive, best)
+        for pair_one, pair_gain in joint.values():
+            if pair_gain.beats(gain) and pair_one.beta >= HALF:
+                best, gain = pair_one, pair_gain
+        ranked = [*ranked, *(one for one, _ in joint.values())]
+        if best.name in joint:
+            return _Found(_ordered(ranked), best, (best.name,), False, (), chance)
+        home = tuple(self.classes[self.home[best.name]])
+        rivals = [name for name in alive if name not in home and self._ties(best.name, name, refined)]
+        return _Found(_ordered(ranked), best, (*home, *rivals), bool(rivals), (), chance)
+
+    def _ties(self, best: str, other: str, refined: Told) -> bool:
+        """Whether the best is no better than another by more than one standard error, both scored alike."""
+        told = refined if other in refined and best in refined else self.once
+        return not told[best][1].beats(told[other][1])
+
+    def _refined(self, names: Sequence[str], once: Mapping[str, Floats]) -> Told:
+        """The same variants over several orders of sums."""
+        if self.repeat is None or not names:
+            return {}
+        return {
+            name: self.trial.explained(name, np.concatenate([once[name][None], more_KN]))
+            for name, more_KN in self.repeat(names).items()
+        }
+
+    def _joint(self, alive: Sequence[str], best: Explained) -> Told:
+        """Pairs that may do better than the best alone: the best with whoever explains the rest, and the survivors."""
+        if self.combine is None:
+            return {}
+        wanted = [(best.name, name) for name in self._helpers(best)]
+        wanted += [pair for pair in combinations(alive[:SURVIVORS], 2) if self.home[pair[0]] != self.home[pair[1]]]
+        once = self.combine(list(dict.fromkeys(wanted)))
+        told = {name: self.trial.explained(name, values_N[None]) for name, values_N in once.items()}
+        base = self.once[best.name][1]
+        promising = sorted((n for n in told if told[n][1].beats(base)), key=lambda name: -told[name][1].total)
+        refined = self._refined(promising[:2], once)
+        return refined if self.repeat is not None else {name: told[name] for name in promising}
+
+    def _helpers(self, best: Explained) -> list[str]:
+        """Variants that explain what the best leaves better than any placebo schedule does."""
+        trial, variants = self.trial, self.scored.variants
+        direction_N = np.nan_to_num(variants[best.name] - trial.base_N)
+        left_N = trial.residual_N - best.beta * direction_N
+
+        def gain(prediction_N: Floats, base_N: Floats) -> Gain:
+            return held_out(left_N, prediction_N - base_N, trial.draws, trial.fitted_RG)
+
+        chance = max((gain(one, trial.base_N) for one in self.scored.placebo_KN), key=lambda one: one.total)
+        more = {
+            name: gain(variants[name], self.scored.declared_N)
+            for name in self.once
+            if self.home[name] != self.home[best.name]
+        }
+        able = [name for name in more if more[name].beats(chance)]
+        return sorted(able, key=lambda name: -more[name].total)[:SURVIVORS]
 
 
-def _joint(
-    trial: _Trial,
-    scored: Scored,
-    alive: Sequence[str],
-    told: Mapping[str, tuple[Explained, Gain]],
-    classes: Sequence[Sequence[str]],
-    combine: Combine | None,
-) -> dict[str, tuple[Explained, Gain]]:
-    """Pairs that may do better than the best alone: the best with whoever explains what it leaves, and the survivors."""
-    if combine is None:
-        return {}
-    best = alive[0]
-    direction_N = np.nan_to_num(scored.variants[best] - trial.base_N)
-    left_N = trial.residual_N - told[best][0].beta * direction_N
-    home = {name: index for index, one in enumerate(classes) for name in one}
-    chance = max(
-        (held_out(left_N, one - trial.base_N, trial.draws, trial.fitted_RG) for one in scored.placebo_KN),
-        key=lambda gain: gain.total,
-    )
-    more = {
-        name: held_out(left_N, scored.variants[name] - scored.declared_N, trial.draws, trial.fitted_RG)
-        for name in told
-        if home[name] != home[best]
-    }
-    helpers = sorted((n for n in more if more[n].beats(chance)), key=lambda name: -more[name].total)[:SURVIVORS]
-    wanted = [(best, name) for name in helpers]
-    wanted += [pair for pair in combinations(alive[:SURVIVORS], 2) if home[pair[0]] != home[pair[1]]]
-    return {name: trial.explained(name, values) for name, values in combine(list(dict.fromkeys(wanted))).items()}
+def _ordered(ranked: Sequence[Explained]) -> tuple[Explained, ...]:
+    return tuple(sorted(ranked, key=lambda one: -one.part))
 
 
-def _scale(
-    scored: Scored, told: Mapping[str, tuple[Explained, Gain]], blind: Sequence[str]
-) -> tuple[str, ...]:
+def _scale(scored: Scored, told: Told, blind: Sequence[str]) -> tuple[str, ...]:
     """Variants as far from the reference as the side is, where the declaration is not."""
     size = _rms(scored.values_N - scored.reference_N)
 
@@ -278,7 +338,15 @@ def _rms(values_N: Floats) -> float:
     return float(np.sqrt(np.nanmean(values_N**2)))
 
 
-def _judged(found: _Found, facts: Mapping[str, object], own: Interval, undeclared: Callable[[str], bool]) -> Answer:
+def _judged(
+    found: _Found,
+    facts: Mapping[str, object],
+    own: Interval,
+    undeclared: Callable[[str], bool],
+    blind: Sequence[str],
+    small: bool,
+) -> Answer:
+    """small: the excess is within what blind variants can differ by."""
     shared: dict[str, object] = {**facts, "ranked": found.ranked, "chance": found.chance}
 
     def say(name: AnswerName, reason: str, **more: object) -> Answer:
@@ -286,6 +354,11 @@ def _judged(found: _Found, facts: Mapping[str, object], own: Interval, undeclare
 
     best = found.winner
     if best is None or best.part < HALF:
+        top = found.ranked[0] if found.ranked else None
+        if small:
+            listed = ", ".join(blind[:3]) if blind else "a variant below the floor"
+            text = f"The excess is as small as what variants this data cannot show would leave ({listed}): nothing is named."
+            return say("cannot_separate", text, members=tuple(blind))
         if found.scale:
             listed = ", ".join(found.scale[:3])
             return say(
@@ -293,7 +366,6 @@ def _judged(found: _Found, facts: Mapping[str, object], own: Interval, undeclare
                 f"Only the size of the distance matches {listed}; the values do not, so it is not called the cause.",
                 members=found.scale,
             )
-        top = found.ranked[0] if found.ranked else None
         tells = f"the best, {top.name}, explains {top.part:.0%} of it" if top else "no variant could be seen"
         return say("none_of_these", f"There is an excess, and no variant explains half of it: {tells}.")
     text = f"{best.name} explains {best.part:.0%} (standard error {best.error:.0%}) of the excess on held-out groups"

@@ -118,9 +118,7 @@ def _body() -> list[Variant]:
         for dtype in WIDE
     ]
     out += [
-        Variant(
-            f"residual={dtype}", "norm.rounding_order", "rounding of the stream", {"residual": dtype}, _RESIDUAL
-        )
+        Variant(f"residual={dtype}", "norm.rounding_order", "rounding of the stream", {"residual": dtype}, _RESIDUAL)
         for dtype in ("float32", "bfloat16")
     ]
     out += [
@@ -173,7 +171,11 @@ def _attention() -> list[Variant]:
     for dtype in ("float32", "bfloat16"):
         out += [
             Variant(
-                f"rope table={dtype}", "attn.rope_fusion", "error that grows with position", {"rope_table": dtype}, _ROPE
+                f"rope table={dtype}",
+                "attn.rope_fusion",
+                "error that grows with position",
+                {"rope_table": dtype},
+                _ROPE,
             ),
             Variant(
                 f"rope arithmetic={dtype}",

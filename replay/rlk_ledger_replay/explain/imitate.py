@@ -25,6 +25,8 @@ from rlk_ledger_replay.scores import Float32, Pass, Scores, Tokens, score, scori
 from rlk_ledger_replay.semantics import Declared, Side
 
 PLACEBOS = 8
+REPEATS = 3
+"""Placebo schedules under which the best variants are scored again."""
 REFERENCE, DECLARED, DECODE = "reference", "declared", "reference.decode"
 
 
@@ -103,11 +105,35 @@ def changed(numerics: Numerics | None, variant: Variant) -> Numerics | None:
     return None if numerics is None else replace(numerics, **variant.changes)
 
 
+def repeated_passes(variants: Sequence[Variant], subject: Subject) -> list[Pass]:
+    """The scorings of variants under the first placebo schedules; none for those that only rewrite values."""
+    out = []
+    for variant in variants:
+        one = variant_pass(variant, subject)
+        if one is None:
+            continue
+        for number, schedule in enumerate(placebo_schedules(REPEATS)):
+            numerics = tuple(None if n is None else replace(n, schedule=schedule) for n in one.numerics)
+            out.append(replace(one, name=_again(variant, number), numerics=numerics))
+    return out
+
+
+def repeated(variants: Sequence[Variant], subject: Subject, values: Mapping[str, Float32]) -> dict[str, Floats]:
+    """What variants predict under the first placebo schedules, float64 nats [schedules, tokens]."""
+    out = {}
+    for variant in variants:
+        rows = [values.get(_again(variant, n), values[f"placebo.{n}"]) for n in range(REPEATS)]
+        out[variant.name] = np.stack([rewritten(variant, row, subject) for row in rows]).astype(np.float64)
+    return out
+
+
+def _again(variant: Variant, number: int) -> str:
+    return f"{variant.name}.again.{number}"
+
+
 def run_passes(subject: Subject, passes: Sequence[Pass], advance: Callable[[int], None]) -> Scores:
     """Scores passes over the side's samples; see `scores.score` for what it raises."""
-    return score(
-        subject.pairs, subject.tokens, passes, subject.folders, threads=subject.threads, advance=advance
-    )
+    return score(subject.pairs, subject.tokens, passes, subject.folders, threads=subject.threads, advance=advance)
 
 
 def work(subject: Subject, passes: Sequence[Pass]) -> int:
@@ -118,8 +144,7 @@ def work(subject: Subject, passes: Sequence[Pass]) -> int:
 def predictions(subject: Subject, variants: Sequence[Variant], scores: Mapping[str, Float32]) -> dict[str, Floats]:
     """What each variant predicts, float64 nats [tokens], NaN where it says nothing."""
     return {
-        one.name: rewritten(one, scores.get(one.name, scores[DECLARED]), subject).astype(np.float64)
-        for one in variants
+        one.name: rewritten(one, scores.get(one.name, scores[DECLARED]), subject).astype(np.float64) for one in variants
     }
 
 

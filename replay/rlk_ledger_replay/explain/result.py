@@ -17,7 +17,7 @@ from rlk_ledger_schemas.findings import exit_code
 NEXT = {
     "reproduced": "Change what the side runs to what it declares, or declare what it runs; then record again.",
     "consistent_with": "Record more of this side (boundary captures, kernels' settings): its size alone names nothing.",
-    "none_of_these": "The cause is outside these variants: compare boundaries (first divergence) or run the engine live.",
+    "none_of_these": "The cause is outside these variants: compare boundaries (first divergence) or run the engine.",
     "cannot_separate": "Score more groups (--samples), or repeat with a shallower model or wider dtypes.",
     "no_excess": "Nothing to explain on this side; `rlk-ledger audit` shows what the record alone holds.",
     "insufficient_evidence": "Record what is missing, then run explain again.",

@@ -76,9 +76,7 @@ def load(ledger: Ledger, run_id: str, request: Request, progress: Progress) -> M
     return Material(ledger, history, pairing, prepare(ledger, history, pairing, pairing.pairs, request), request)
 
 
-def explain_side(
-    material: Material, side: Side, progress: Progress | None = None, *, keep: bool = True
-) -> Explanation:
+def explain_side(material: Material, side: Side, progress: Progress | None = None, *, keep: bool = True) -> Explanation:
     """The explanation of one side of a prepared run, recorded where `keep`."""
     progress, started = progress or Silent(), time.monotonic()
     found = _explained(material, side, progress)
@@ -148,20 +146,21 @@ def _scored(
     if broken is not None:
         return replace(base, answer=broken)
     values = dict(scores.values)
-    together = _Pairs(subject, named, values, progress)
+    together = _More(subject, named, values, progress)
     bodies = contract_bodies(material.history, material.pairing, subject.pairs, subject.side)
     found = answer(
         imitate.scored(subject, values, variants),
         draw(subject.tokens.cluster_N, material.request.seed),
         material.request.seed,
         together,
+        together.repeat,
         lambda name: not is_declared(together.known[name], bodies),
     )
     return replace(base, answer=found, variants=together.known)
 
 
-class _Pairs:
-    """Scores two variants at once, when the greedy and the pairwise step ask for it."""
+class _More:
+    """Scores what the search asks for: two variants at once, or some again under other orders of sums."""
 
     def __init__(
         self, subject: imitate.Subject, known: Mapping[str, Variant], values: Mapping[str, Float32], progress: Progress
@@ -179,6 +178,14 @@ class _Pairs:
             values |= imitate.run_passes(self._subject, passes, self._progress.advance).values
         self.known |= {one.name: one for one in pairs}
         return imitate.predictions(self._subject, pairs, values)
+
+    def repeat(self, names: Sequence[str]) -> dict[str, Floats]:
+        """The named variants under the first placebo schedules, [schedules, tokens] each."""
+        variants = [self.known[name] for name in names]
+        passes = imitate.repeated_passes(variants, self._subject)
+        self._progress.stage("score again", imitate.work(self._subject, passes))
+        scores = imitate.run_passes(self._subject, passes, self._progress.advance).values
+        return imitate.repeated(variants, self._subject, {**self._values, **scores})
 
 
 def _stopped(prepared: Prepared, side: Side) -> Answer | None:

@@ -18,7 +18,9 @@ def render(found: Explanation) -> RenderableType:
     answer = found.answer
     title = ", ".join(answer.named) if answer.named else answer.answer.replace("_", " ")
     parts: list[RenderableType] = [
-        Text.assemble((answer.answer.replace("_", " ").upper(), _STYLE.get(answer.answer, "bold yellow")), f" · {title}"),
+        Text.assemble(
+            (answer.answer.replace("_", " ").upper(), _STYLE.get(answer.answer, "bold yellow")), f" · {title}"
+        ),
         Text(answer.reason),
         Text(f"evidence: {_evidence(found)}"),
         Text(f"next: {NEXT[answer.answer]}"),

@@ -7,6 +7,7 @@ missing; then what is named; then whether this data could have shown the factor 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rlk_ledger_replay.explain.result import Explanation
 from rlk_ledger_replay.factors.factor import Factor, FactorVerdict, Judged
@@ -18,7 +19,7 @@ def judge(factor: Factor, sides: Mapping[Side, Explanation]) -> Judged:
     for side, found in sides.items():
         name = found.answer.answer
         if name in ("reference_itself_is_broken", "variant_did_not_apply"):
-            return Judged(factor, name, f"{side} side: {found.answer.reason}")  # type: ignore[arg-type]
+            return Judged(factor, name, f"{side} side: {found.answer.reason}")
     missing = [side for side in SIDES if side not in sides]
     if missing:
         return Judged(factor, "insufficient_evidence", f"The {missing[0]} side was not explained.")
@@ -42,7 +43,7 @@ def _unsound(factor: Factor, sides: Mapping[Side, Explanation]) -> str | None:
 
 def _named(factor: Factor, sides: Mapping[Side, Explanation], named: list[Side]) -> Judged:
     others = sorted({one for side in named for one in sides[side].factors} - {factor.factor})
-    evidence = {side: sides[side].evidence()["ranked"][:3] for side in named}
+    evidence: dict[str, Any] = {side: sides[side].evidence()["ranked"][:3] for side in named}
     reason = "; ".join(f"{side} side: {sides[side].answer.reason}" for side in named)
     if others:
         reason = f"Only together with {', '.join(others)}: {reason}"
