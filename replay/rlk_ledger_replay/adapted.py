@@ -144,8 +144,6 @@ class AdaptedDecoder(Decoder):
         if tiles not in self._adapted:
             with torch.no_grad():
                 numerics = with_row_tiles(self.numerics, tiles)
-                made = AdaptedNetwork(
-                    self.checkpoint, numerics, self.operators, self.layout, self.mesh, self.device
-                )
+                made = AdaptedNetwork(self.checkpoint, numerics, self.operators, self.layout, self.mesh, self.device)
                 self._adapted[tiles] = made.adapt(self.adapter)
         return self._adapted[tiles]

@@ -32,10 +32,13 @@ How = Literal["merged", "unmerged"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NAME = re.compile(r"(?:base_model\.model\.)?(model\.layers\.\d+\.[\w.]+)\.lora_([AB])\.weight")
 _TOLD = frozenset(
-    "peft_type r lora_alpha use_rslora target_modules bias base_model_name_or_path revision task_type inference_mode "
-    "auto_mapping lora_dropout peft_version layers_pattern runtime_config megatron_config megatron_core "
-    "qalora_group_size init_lora_weights layers_to_transform exclude_modules loftq_config eva_config corda_config "
-    "arrow_config lora_ga_config ensure_weight_tying".split()
+    (
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "bias", "base_model_name_or_path"),
+        *("revision", "task_type", "inference_mode", "auto_mapping", "lora_dropout", "peft_version", "layers_pattern"),
+        *("runtime_config", "megatron_config", "megatron_core", "qalora_group_size", "init_lora_weights"),
+        *("layers_to_transform", "exclude_modules", "loftq_config", "eva_config", "corda_config", "arrow_config"),
+        *("lora_ga_config", "ensure_weight_tying"),
+    )
 )
 """Fields that are read, or that change no number once the adapter is trained."""
 _SHIFTED = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlk_ledger_replay.work import Entry, Model, Refused, Scored, Unit
+from rlk_ledger_replay.work import Entry, Refused, Scored, Unit
 from rlk_ledger_schemas import tolerances
 from rlk_ledger_schemas.errors import UsageError
 from rlk_ledger_schemas.fingerprints import canonical_json, sha256

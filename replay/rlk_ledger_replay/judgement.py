@@ -19,6 +19,7 @@ from rlk_ledger_replay.live import LiveFindings, judge_live
 from rlk_ledger_replay.live import findings as live_findings
 from rlk_ledger_replay.live import gates as live_gates
 from rlk_ledger_replay.preparation import HELD, Prepared
+from rlk_ledger_replay.routed_pass import ROUTED
 from rlk_ledger_replay.scorers.plan import LiveScores
 from rlk_ledger_replay.scores import Float32, Scores, Tokens
 from rlk_ledger_replay.semantics import SIDES, Side
@@ -81,7 +82,12 @@ def judge(
     equal = _equal_fraction(tokens, measured)
     decision, residual = _first(checks, equal, prepared, numeric, determinism)
     if HELD in scores.values:
-        decision = _explained_by_weights(decision, scores.values[HELD], e_t, tokens, noise, draws, native)
+        told = "Scored with the weights its engine held"
+        decision = _explained(decision, told, scores.values[HELD], e_t, tokens, noise, draws, native)
+    if ROUTED in scores.values:
+        routed = scores.values[ROUTED]
+        along_N = np.where(np.isnan(routed), reference.rollout_prefill, routed)
+        decision = _explained(decision, "Along its recorded routes", along_N, e_t, tokens, noise, draws, native)
     statistics = {side: noise_statistics(part) for side, part in noise.items() if part is not None}
     return Judgement(
         decision=decision,
@@ -136,8 +142,9 @@ def unscored(prepared: Prepared, reason: str, *, requested: bool = False, failed
     return Judgement(decision, tuple(arms), prepared.gates, (finding,), failed=reason if failed else None)
 
 
-def _explained_by_weights(
+def _explained(
     decision: Decision,
+    how: str,
     held_N: Float32,
     e_t: Floats,
     tokens: Tokens,
@@ -145,14 +152,14 @@ def _explained_by_weights(
     draws: Draws,
     native: Mapping[str, Floats],
 ) -> Decision:
-    """The decision with what is left of the rollout's distance once it is scored with the weights it held."""
+    """The decision with what is left of the rollout's distance once it is scored `how`, which gave `held_N`."""
     e_r = tokens.rollout_N.astype(np.float64) - held_N
     left = floors(moments(e_r, e_t, draws), noise["rollout"], noise["training"], draws, native).multiple_rollout
     if left is None:
         return decision
     told = f"{left.value:.2f} [{left.low:.2f}, {left.high:.2f}] times its floor"
-    cause = ": they are the cause" if left.high <= FLOOR_MULTIPLE else ""
-    extra = f" Scored with the weights its engine held, the rollout side stands at {told}{cause}."
+    cause = decision.side == "rollout" and left.high <= FLOOR_MULTIPLE
+    extra = f" {how}, the rollout side stands at {told}{': they are the cause' if cause else ''}."
     return replace(decision, reason=decision.reason + extra)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,23 @@ import numpy as np
 from rlk_ledger.history import History
 from rlk_ledger.ledger import Ledger
 from rlk_ledger.pairs import PairedSample, Pairing
+from rlk_ledger_kernels.dtypes import DType
 from rlk_ledger_kernels.schedule import placebo_schedules
 from rlk_ledger_replay import gates
-from rlk_ledger_replay.checkpoint import CheckpointError
+from rlk_ledger_replay.adapters import How
+from rlk_ledger_replay.executors import Plan
 from rlk_ledger_replay.gates import Gate
 from rlk_ledger_replay.numerics import Numerics
+from rlk_ledger_replay.progress import Progress
+from rlk_ledger_replay.routed_pass import routed_pass
+from rlk_ledger_replay.routes import Coverage
 from rlk_ledger_replay.scorers.engines import Live
 from rlk_ledger_replay.scores import Pass, Tokens, compared_tokens, is_redacted, why_unscorable
 from rlk_ledger_replay.selection import Method, Selection, select
 from rlk_ledger_replay.semantics import SIDES, Declared, Side, declared
-from rlk_ledger_replay.weights import Held, Recorded, find_folder, hold, recorded_versions
-from rlk_ledger_schemas.errors import LedgerError
+from rlk_ledger_replay.shelf import OTHER_WAY, Shelf, applied_as, other_way
+from rlk_ledger_replay.weights import Held
+from rlk_ledger_replay.work import Model
 
 HELD = "rollout.held"
 """The pass that scores the rollout's values with the weights its engine really held."""
@@ -33,7 +39,10 @@ HELD = "rollout.held"
 class Request:
     """What the user asked for. samples: how many to score; schedules: placebo schedules a floor is measured with.
 
-    live: which engines stand in for the sides, and how they are run.
+    live: which engines stand in for the sides, and how they are run. plan: who scores. adapter: where low-rank adapters
+    are, as `weights`; adapter_as: how a side applied them, where the record does not say; merge_dtype: what merged
+    weights are rounded to, None for their own dtype. attempts: the folder scorings are kept in while the replay runs,
+    None to keep none; resume: whether those of earlier replays are used.
     """
 
     samples: int = 64
@@ -43,13 +52,21 @@ class Request:
     schedules: int = 4
     threads: int = 1
     live: Live = field(default_factory=Live)
+    plan: Plan = field(default_factory=Plan)
+    adapter: str | None = None
+    adapter_as: Mapping[Side, How] = field(default_factory=dict)
+    merge_dtype: DType | None = None
+    attempts: Path | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A replay ready to score: passes and folders are empty when `blocked` says why nothing can be scored.
 
-    `redacted`: nothing can, whatever checkpoints there are, because no token id is on record.
+    `redacted`: nothing can, whatever checkpoints there are, because no token id is on record. models: the weights to
+    score each version with. adapters: how each side applied its adapters, empty without any. routes: what of the chosen
+    samples recorded routes cover, None where none were recorded.
     """
 
     selection: Selection
@@ -60,10 +77,18 @@ class Prepared:
     folders: dict[int, Path] | None = None
     blocked: str | None = None
     redacted: bool = False
+    models: dict[int, Model] = field(default_factory=dict)
+    adapters: Mapping[Side, How] = field(default_factory=dict)
+    routes: Coverage | None = None
 
 
 def prepare(
-    ledger: Ledger, history: History, pairing: Pairing, pairs: Sequence[PairedSample], request: Request
+    ledger: Ledger,
+    history: History,
+    pairing: Pairing,
+    pairs: Sequence[PairedSample],
+    request: Request,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Chooses samples among `pairs`, reads their checkpoints and checks every gate that needs no score.
 
@@ -77,7 +102,7 @@ def prepare(
         reason = f"token ids are redacted ({history.redaction}); only their owner can score them again"
         alike = tuple(gates.comparability(first.pairs))
         return Prepared(first, compared_tokens(first.pairs), sides, alike, blocked=reason, redacted=True)
-    shelf = _Shelf(ledger, history, pairing, request.weights)
+    shelf = Shelf(ledger, history, pairing, request, progress)
     shelf.take(_claimed(first.pairs))
     usable, left_out = _scorable(pairs, shelf.held)
     selection = select(usable, request.samples, request.seed, request.method)
@@ -99,31 +124,14 @@ def prepare(
         stand_in = selection if selection.pairs else first
         return Prepared(stand_in, tokens, sides, checks, blocked=blocked)
     folders = {version: one.folder for version, one in shelf.held.items()}
-    return Prepared(selection, tokens, sides, checks, (*_passes(sides, request.schedules), *swap), folders)
-
-
-class _Shelf:
-    """The checkpoints read so far, by version index, and a gate for each version that is not to be had."""
-
-    def __init__(self, ledger: Ledger, history: History, pairing: Pairing, template: str | None) -> None:
-        kinds = ("weights.published", "weights.loaded")
-        self._recorded = recorded_versions({"type": f.type, **f.fields} for kind in kinds for f in history.of(kind))
-        self._versions, self._url, self._template = pairing.versions, ledger.url, template
-        self.held: dict[int, Held] = {}
-        self.missing: dict[int, Gate] = {}
-
-    def take(self, wanted: Iterable[int]) -> None:
-        """Reads the checkpoints of these version indices, each once."""
-        for index in wanted:
-            if index in self.held or index in self.missing:
-                continue
-            version = self._versions[index]
-            recorded = self._recorded.get(version, Recorded(version))
-            try:
-                self.held[index] = hold(recorded, find_folder(recorded, self._url, self._template))
-            except (LedgerError, CheckpointError) as error:
-                reason = str(error)
-                self.missing[index] = Gate(f"weights.digest.{version}", "unknown", reason, {"version": version})
+    how = applied_as(history, shelf.adapted, request)
+    config = next(iter(shelf.held.values())).config
+    routed, routes, unfit = routed_pass(chosen, sides["rollout"], config, how.get("rollout"))
+    passes = (*_passes(sides, request.schedules, how), *swap, *routed)
+    every = (*checks, *shelf.adapter_gates, *unfit)
+    return Prepared(
+        selection, tokens, sides, every, passes, folders, models=shelf.models(), adapters=how, routes=routes
+    )
 
 
 def _claimed(pairs: Sequence[PairedSample]) -> list[int]:
@@ -148,7 +156,7 @@ def _scorable(pairs: Sequence[PairedSample], held: dict[int, Held]) -> tuple[lis
     return usable, dict(left_out)
 
 
-def _blocked(shelf: _Shelf, scorable: bool, left_out: Mapping[str, int]) -> str | None:
+def _blocked(shelf: Shelf, scorable: bool, left_out: Mapping[str, int]) -> str | None:
     for one in shelf.held.values():
         if one.status == "failed":
             return f"the checkpoint of {one.version} in {one.folder} is not the recorded one: {one.reason}"
@@ -165,7 +173,7 @@ def _as_held(
     pairs: Sequence[PairedSample],
     tokens: Tokens,
     sides: dict[Side, tuple[Declared, ...]],
-    shelf: _Shelf,
+    shelf: Shelf,
 ) -> list[Pass]:
     """The rollout's reference under the weights an engine held instead of those it claimed, where a digest says so."""
     used = tokens.version_N.copy()
@@ -198,15 +206,21 @@ def _declared(history: History, pair: PairedSample, side: Side) -> Declared:
     return declared(side, body, others.items(), knobs=knobs, sampling=sampling)
 
 
-def _passes(sides: dict[Side, tuple[Declared, ...]], schedules: int) -> tuple[Pass, ...]:
-    """Both references, the rollout's along both paths, and both sides' placebo schedules."""
+def _passes(sides: dict[Side, tuple[Declared, ...]], schedules: int, how: Mapping[Side, How]) -> tuple[Pass, ...]:
+    """Both references, the rollout's along both paths, and both sides' placebo schedules.
+
+    how: how each side applied its adapters; the reference is then scored the other way as well.
+    """
     rollout = tuple(one.reference for one in sides["rollout"])
     training = tuple(one.reference for one in sides["training"])
     out = [
-        Pass("rollout.decode", rollout, "decode"),
-        Pass("rollout.prefill", rollout, "prefill"),
-        Pass("training.prefill", training, "prefill"),
+        Pass("rollout.decode", rollout, "decode", how=how.get("rollout")),
+        Pass("rollout.prefill", rollout, "prefill", how=how.get("rollout")),
+        Pass("training.prefill", training, "prefill", how=how.get("training")),
     ]
+    for side in how:
+        references = rollout if side == "rollout" else training
+        out.append(Pass(f"{side}.{OTHER_WAY}", references, "prefill", how=other_way(how[side])))
     for side in SIDES:
         if any(one.imitation is None for one in sides[side]):
             continue
@@ -214,5 +228,5 @@ def _passes(sides: dict[Side, tuple[Declared, ...]], schedules: int) -> tuple[Pa
             numerics: list[Numerics | None] = [
                 replace(one.imitation, schedule=schedule) for one in sides[side] if one.imitation is not None
             ]
-            out.append(Pass(f"{side}.floor.{number}", tuple(numerics), "prefill"))
+            out.append(Pass(f"{side}.floor.{number}", tuple(numerics), "prefill", how=how.get(side)))
     return tuple(out)

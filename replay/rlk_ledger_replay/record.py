@@ -50,6 +50,7 @@ def events(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "operator.decided", {**one.to_event("reference").fields(), "labels": {"replay_id": result.replay_id}}
     yield from _scores(result)
     yield from _cases(result)
+    yield from _lost(result)
     yield from live_events(result)
     for gate in result.judgement.gates:
         fields = {"gate": gate.gate, "status": gate.status, "reason": gate.reason, "evidence": plain(gate.evidence)}
@@ -71,6 +72,9 @@ def _planned(result: ReplayResult) -> dict[str, Any]:
             "schedules": result.request.schedules,
             "threads": result.request.threads,
             "live": [one.label for one in result.request.live.scorers],
+            "executor": result.request.plan.executor,
+            "workers": result.request.plan.workers,
+            "attempts": None if result.attempts is None else plain(result.attempts),
         },
         "weights": [{"gate": g.gate, "status": g.status, **plain(g.evidence)} for g in gates],
         "tolerance_version": tolerances.VERSION,
@@ -92,6 +96,18 @@ def _cases(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "case.attempted", {**base, "status": status, "request": request, "reason": reason}
         if arm is not None:
             yield "arm.scored", {**base, **_arm(arm), "groups": counts["groups"]}
+
+
+def _lost(result: ReplayResult) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One error attempt for each reason workers gave for samples they could not score."""
+    by_reason: dict[str, list[str]] = {}
+    for pair, reason in () if result.scores is None else sorted(result.scores.lost.items()):
+        by_reason.setdefault(reason, []).append(result.prepared.selection.pairs[pair].sample.sample_id)
+    for reason, samples in by_reason.items():
+        request = {"run_id": result.run_id, "scorer": "reference", "samples": samples}
+        case_id = sha256(canonical_json({**request, "tolerance": tolerances.FINGERPRINT}))
+        told = {"status": "error", "request": request, "reason": reason}
+        yield "case.attempted", {"replay_id": result.replay_id, "case_id": case_id, "arm": "both_reference", **told}
 
 
 def _arm(arm: Arm) -> dict[str, Any]:

@@ -8,9 +8,13 @@ from typing import cast, get_args
 import click
 
 from rlk_ledger import terminal
+from rlk_ledger_kernels.dtypes import DType
+from rlk_ledger_replay.adapters import How
 from rlk_ledger_replay.arms import ARMS, ArmName
+from rlk_ledger_replay.executors.choice import Kind, Plan
 from rlk_ledger_replay.scorers.engines import Live, parse_pythons, parse_scorers
 from rlk_ledger_replay.selection import Method
+from rlk_ledger_replay.semantics import SIDES, Side
 from rlk_ledger_schemas.errors import UsageError
 
 
@@ -68,6 +72,40 @@ from rlk_ledger_schemas.errors import UsageError
 @click.option(
     "--scorer-float32", is_flag=True, help="Run each engine in float32 too and compare its shares with the reference's."
 )
+@click.option("--adapter", metavar="TEMPLATE", help="Where low-rank adapters of PEFT are, with {version} in it.")
+@click.option(
+    "--adapter-as",
+    "ways",
+    multiple=True,
+    metavar="SIDE=WAY",
+    help="How a side applied them: merged or unmerged; else as recorded. Repeatable.",
+)
+@click.option(
+    "--merge-dtype",
+    type=click.Choice(get_args(DType)),
+    help="What merged weights were rounded to; else the dtype of the base.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(get_args(Kind)),
+    default="local",
+    show_default=True,
+    help="Who scores: processes of this machine, or Ray actors (on RAY_ADDRESS, else on a cluster started here).",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    default=1,
+    show_default=True,
+    help="Over how many of them samples are dealt; the bits are the same.",
+)
+@click.option("--isolate", is_flag=True, help="Score in a process of its own, so that a crash there costs no replay.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds a worker may take for one batch of samples; what takes longer is an error attempt.",
+)
+@click.option("--resume", is_flag=True, help="Use what earlier replays of this run scored before they ended.")
 @click.option("--no-record", is_flag=True, help="Do not write the result into the ledger.")
 @terminal.output_options
 @click.pass_context
@@ -89,6 +127,14 @@ def replay(
     scorer_timeout: float,
     scorer_tp: int | None,
     scorer_float32: bool,
+    adapter: str | None,
+    ways: tuple[str, ...],
+    merge_dtype: DType | None,
+    executor: Kind,
+    workers: int,
+    isolate: bool,
+    deadline: float | None,
+    resume: bool,
     no_record: bool,
     as_json: bool,
 ) -> None:
@@ -100,6 +146,7 @@ def replay(
     something is wrong (an error finding), 3 something could not be known, 2 usage.
     """
     from rlk_ledger_replay import screen
+    from rlk_ledger_replay.attempts import attempts_folder
     from rlk_ledger_replay.preparation import Request
     from rlk_ledger_replay.run import replay as run_replay
 
@@ -107,7 +154,24 @@ def replay(
     wanted = parse_arms(arms)
     live = Live(parse_scorers(scorers), parse_pythons(pythons), scorer_timeout, scorer_float32, scorer_tp)
     ledger = terminal.open_url(url)
-    request = Request(samples, seed, cast(Method, method), weights, schedules, threads, live)
+    plan = Plan(executor, workers, isolate, deadline)
+    if deadline is not None and not plan.apart:
+        raise UsageError("--deadline ends worker processes, and there are none; add --isolate or --workers 2.")
+    request = Request(
+        samples,
+        seed,
+        cast(Method, method),
+        weights,
+        schedules,
+        threads,
+        live,
+        plan=plan,
+        adapter=adapter,
+        adapter_as=parse_ways(ways),
+        merge_dtype=merge_dtype,
+        attempts=attempts_folder(ledger.url, chosen),
+        resume=resume,
+    )
     bar = None if as_json else screen.Bar()
     with bar or nullcontext():
         result = run_replay(ledger, chosen, where=where, request=request, arms=wanted, progress=bar, keep=not no_record)
@@ -124,6 +188,18 @@ def _chosen(run: str | None, run_id: str | None) -> str:
     if len(named) != 1:
         raise click.UsageError("which run? Name one, as RUN or as --run-id; `rlk-ledger runs` lists them.")
     return named.pop()
+
+
+def parse_ways(texts: tuple[str, ...]) -> dict[Side, How]:
+    """How each side applied its adapter, from `SIDE=WAY`; raises UsageError that lists the known ones."""
+    ways: dict[Side, How] = {}
+    for text in texts:
+        side, _, way = text.partition("=")
+        if side not in SIDES or way not in get_args(How) or side in ways:
+            told = " or ".join(f"{one}={other}" for one in SIDES for other in get_args(How))
+            raise UsageError(f"--adapter-as {text!r}: give {told}, one for a side.")
+        ways[side] = cast(How, way)
+    return ways
 
 
 def parse_arms(text: str) -> tuple[ArmName, ...]:

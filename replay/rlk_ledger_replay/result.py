@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from rlk_ledger.audit.finding import AuditResult, Finding, plain
 from rlk_ledger_replay.arms import ArmName
@@ -11,13 +14,14 @@ from rlk_ledger_replay.decision import Decision, Verdict
 from rlk_ledger_replay.judgement import Judgement, evidence
 from rlk_ledger_replay.preparation import Prepared, Request
 from rlk_ledger_replay.scores import Scores
+from rlk_ledger_replay.shelf import OTHER_WAY
 from rlk_ledger_schemas import tolerances
 
 NUMBERS = (
     *("share_rollout", "share_training", "error_rollout", "error_training", "drift"),
     *("floor_rollout", "floor_training", "floor_drift", "multiple_rollout", "multiple_training", "multiple_drift"),
     *("floor_rollout_placebo", "floor_training_placebo", "floor_rollout_native", "floor_training_native"),
-    *("noise", "chain", "live", "residual"),
+    *("noise", "chain", "live", "residual", "routes", "adapters"),
 )
 """Every name under `numbers` in the document for machines: null where it was not measured, never left out."""
 
@@ -27,7 +31,8 @@ class ReplayResult:
     """One replay of one run.
 
     `scores` is None where the reference did not score, `arms` are those asked for, `seconds` is wall time,
-    `not_recorded` says why the ledger does not hold the result, where it does not.
+    `not_recorded` says why the ledger does not hold the result, where it does not. `attempts` tells how many scorings
+    were taken from earlier attempts and made, where they were kept.
     """
 
     run_id: str
@@ -43,6 +48,7 @@ class ReplayResult:
     arms: tuple[ArmName, ...]
     seconds: float
     not_recorded: str | None = None
+    attempts: Mapping[str, Any] | None = None
 
     @property
     def decision(self) -> Decision:
@@ -69,7 +75,28 @@ class ReplayResult:
             "chain": {name: dict(link) for name, link in found.links.items()},
             **({} if found.live is None else {"live": found.live.as_dict()}),
             "residual": None if residual is None else {"decision": residual.decision, "reason": residual.reason},
+            **self._routes(),
+            **self._adapters(),
         }
+
+    def _routes(self) -> dict[str, Any]:
+        """What recorded routes cover, and how far the reference's routers agree with them."""
+        routes = self.prepared.routes
+        if routes is None:
+            return {}
+        told = {} if self.scores is None else self.scores.routes
+        return {"routes": replace(routes, agreeing=told.get("agreeing")).as_dict()}
+
+    def _adapters(self) -> dict[str, Any]:
+        """How each side applied its adapter, and the RMS (nats) between its reference so and the other way."""
+        out: dict[str, Any] = {}
+        for side, how in self.prepared.adapters.items():
+            apart = None
+            if self.scores is not None:
+                a_N, b_N = self.scores.values[f"{side}.prefill"], self.scores.values[f"{side}.{OTHER_WAY}"]
+                apart = float(np.sqrt(np.mean((a_N.astype(np.float64) - b_N) ** 2)))
+            out[side] = {"applied": how, "other_way_rms": apart}
+        return {"adapters": out} if out else {}
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON document with stable keys."""
@@ -95,5 +122,6 @@ class ReplayResult:
             "tolerance_fingerprint": tolerances.FINGERPRINT,
             "seconds": round(self.seconds, 3),
             "not_recorded": self.not_recorded,
+            "attempts": self.attempts,
         }
         return plain(document)  # type: ignore[no-any-return]

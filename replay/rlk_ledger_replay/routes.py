@@ -67,9 +67,9 @@ def why_unroutable(samples: Iterable[Sample], experts: ExpertConfig) -> str | No
             continue
         if routes.shape[1:] != (len(experts.layers), experts.top_k):
             have, want = list(routes.shape[1:]), [len(experts.layers), experts.top_k]
-            return f"the routes of sample {sample.sample_id} are {have} layers and experts a token, the model has {want}"
+            return f"routes of sample {sample.sample_id} are {have} layers and experts a token, the model has {want}"
         if routes.max(initial=-1) >= experts.count:
-            return f"the routes of sample {sample.sample_id} name an expert outside the model's {experts.count}"
+            return f"routes of sample {sample.sample_id} name an expert outside the model's {experts.count}"
     return None
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from rlk_ledger.audit import AuditResult, audit
 from rlk_ledger.audit.backends import deterministic_sides
@@ -17,9 +17,12 @@ from rlk_ledger.pairs import PairedSample, Pairing, pair
 from rlk_ledger.verify import verify
 from rlk_ledger_kernels.errors import KernelError
 from rlk_ledger_replay.arms import ARMS, ArmName
+from rlk_ledger_replay.attempts import Attempts
 from rlk_ledger_replay.checkpoint import CheckpointError
 from rlk_ledger_replay.judgement import Judgement, judge, unscored
+from rlk_ledger_replay.lost import without_lost
 from rlk_ledger_replay.preparation import Prepared, Request, prepare
+from rlk_ledger_replay.progress import Progress, Silent
 from rlk_ledger_replay.record import new_replay_id, record
 from rlk_ledger_replay.result import ReplayResult
 from rlk_ledger_replay.scorers.plan import LiveScores, passes, tasks
@@ -28,30 +31,6 @@ from rlk_ledger_replay.scores import Scores, score, scorings
 from rlk_ledger_replay.semantics import SIDES
 from rlk_ledger_replay.verdict import combine
 from rlk_ledger_schemas.errors import LedgerError, SpoolError, StoreError, UsageError
-
-
-class Progress(Protocol):
-    """Told how far a replay is."""
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        """A stage begins; `total` counts its units, where known."""
-
-    def advance(self, units: int) -> None:
-        """So many units of the current stage are done."""
-
-
-@dataclass
-class Silent:
-    """Progress nobody watches."""
-
-    stages: list[str] = field(default_factory=list)
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        """Keeps the name."""
-        self.stages.append(name)
-
-    def advance(self, units: int) -> None:
-        """Nothing to show."""
 
 
 def replay(
@@ -79,12 +58,15 @@ def replay(
     pairing = pair(history)
     audited = audit(history, pairing)
     progress.stage("prepare")
-    prepared = prepare(ledger, history, pairing, _chosen(ledger, run_id, pairing, where), request)
-    judgement, scores = _judge(prepared, history, pairing, request, tuple(arms), progress)
+    prepared = prepare(ledger, history, pairing, _chosen(ledger, run_id, pairing, where), request, progress)
+    replay_id = new_replay_id()
+    with _attempts(request, replay_id) as attempts:
+        scored = _judge(prepared, history, pairing, request, tuple(arms), progress, attempts)
+    prepared, judgement, scores = scored
     findings, verdict, code = combine(audited, judgement.findings, judgement.decision)
     result = ReplayResult(
         run_id=run_id,
-        replay_id=new_replay_id(),
+        replay_id=replay_id,
         verdict=verdict,
         exit_code=code,
         findings=findings,
@@ -96,6 +78,7 @@ def replay(
         arms=tuple(arms),
         seconds=time.monotonic() - started,
         not_recorded=None if keep else "recording was switched off",
+        attempts=None if attempts is None else attempts.as_dict(),
     )
     if keep:
         progress.stage("record")
@@ -142,24 +125,53 @@ def _judge(
     request: Request,
     arms: tuple[ArmName, ...],
     progress: Progress,
-) -> tuple[Judgement, Scores | None]:
+    attempts: Attempts | None,
+) -> tuple[Prepared, Judgement, Scores | None]:
     if prepared.blocked is not None:
-        return unscored(prepared, prepared.blocked), None
+        return prepared, unscored(prepared, prepared.blocked), None
     if set(arms) <= {"both_native"}:
-        return unscored(prepared, "only the recorded values were asked for", requested=True), None
+        return prepared, unscored(prepared, "only the recorded values were asked for", requested=True), None
     assert prepared.tokens is not None
-    pairs, folders = prepared.selection.pairs, prepared.folders or {}
     progress.stage("score", scorings(prepared.tokens, prepared.passes))
     try:
-        scores = score(
-            pairs, prepared.tokens, prepared.passes, folders, threads=request.threads, advance=progress.advance
-        )
+        scores = _scored(prepared, request, progress, attempts)
     except (KernelError, CheckpointError, RuntimeError, MemoryError) as error:
-        return unscored(prepared, f"{type(error).__name__}: {error}", failed=True), None
+        return prepared, unscored(prepared, f"{type(error).__name__}: {error}", failed=True), None
+    prepared, scores, findings = without_lost(prepared, scores)
+    if prepared.blocked is not None:
+        return prepared, unscored(prepared, prepared.blocked, failed=True), None
     engines = _live(prepared, history, request, progress)
     progress.stage("judge")
     both = set(deterministic_sides(make_view(history, pairing))) == set(SIDES)
-    return judge(prepared, scores, pairing.versions, arms=arms, determinism=both, live=engines), scores
+    found = judge(prepared, scores, pairing.versions, arms=arms, determinism=both, live=engines)
+    return prepared, replace(found, findings=(*found.findings, *findings)), scores
+
+
+def _scored(prepared: Prepared, request: Request, progress: Progress, attempts: Attempts | None) -> Scores:
+    assert prepared.tokens is not None
+    return score(
+        prepared.selection.pairs,
+        prepared.tokens,
+        prepared.passes,
+        prepared.models,
+        threads=request.threads,
+        advance=progress.advance,
+        plan=request.plan,
+        attempts=attempts,
+    )
+
+
+@contextmanager
+def _attempts(request: Request, replay_id: str) -> Iterator[Attempts | None]:
+    """Where scorings are kept while the replay runs; None where they are not."""
+    if request.attempts is None:
+        yield None
+        return
+    kept = Attempts(request.attempts, replay_id, resume=request.resume)
+    try:
+        yield kept
+    finally:
+        kept.close()
 
 
 def _live(prepared: Prepared, history: History, request: Request, progress: Progress) -> LiveScores | None:

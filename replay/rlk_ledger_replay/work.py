@@ -175,6 +175,6 @@ class Worker:
         found = scorer_fingerprint(ran)
         if found != scorer:
             raise CheckpointError(
-                f"this worker's scorer is another build ({found[:19]}) than the one that asked ({scorer[:19]}); install "
-                "the same rlk-ledger and torch on every worker"
+                f"this worker's scorer is another build ({found[:19]}) than the one that asked ({scorer[:19]}); "
+                "install the same rlk-ledger and torch on every worker"
             )

@@ -31,7 +31,7 @@ class Process:
     def __init__(self, threads: int, timeout: float | None) -> None:
         """Starts it. timeout: seconds one unit may take, None for as long as it likes."""
         self._timeout = timeout
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlk_ledger_replay.executors.serve"],
             stdin=subprocess.PIPE,
