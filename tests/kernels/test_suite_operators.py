@@ -1,5 +1,5 @@
 """Claim: every operator passes every suite on every backend that can run here: torch on all cases, on one and two
-threads, Triton in its interpreter on the first case of each dtype."""
+threads, Triton in its interpreter on the first case of two dtypes, its invariance on the lower one."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def test_torch_is_within_tolerance_of_the_reference(name: str) -> None:
 def test_triton_is_invariant_accurate_and_equal_to_torch(operator: Operator, backend: Backend) -> None:
     triton, plain = (import_module(f"{operator.package}.{name}") for name in ("triton", "torch"))
     fitting = first_of_each_dtype([case for case in CASES[operator.name] if case.dtype in backend.dtypes])
-    for case in fitting[: 1 if isinstance(fitting[0], SequenceCase) else 2]:  # many launches to a sequence
-        assert invariance.check(case, triton, effort="brief") is None
+    tried = fitting[: 1 if isinstance(fitting[0], SequenceCase) else 2]  # many launches to a sequence
+    assert invariance.check(tried[-1], triton, effort="brief") is None
+    for case in tried:
         assert accuracy.check(case, triton) is None
         assert parity.compare(case, triton, case, plain).worst.share <= 1.0
 
