@@ -1,8 +1,5 @@
-"""Claim: operators under placebo schedules and at their limits stay within tolerance; bad operands get one sentence.
-
-Tolerances are those of the numeric contract `ws1-c1-v2`: |candidate - reference| <= atol + rtol |reference|,
-the reference being fed the same low-precision inputs.
-"""
+"""Claim: attention under placebo schedules is within the tolerance of `ws1-c1-v2`, the fused log-probability has the
+bits of its parts, rounding orders take effect where they can; bad operands get one sentence."""
 
 from __future__ import annotations
 
@@ -17,31 +14,20 @@ from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
 from rlk_ledger_kernels.ops.attention.plan import Chunk, plan_attention
 from rlk_ledger_kernels.ops.attention.torch import attention
-from rlk_ledger_kernels.ops.embedding import reference as embedding_reference
-from rlk_ledger_kernels.ops.embedding.torch import embedding
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 from rlk_ledger_kernels.ops.linear.torch import linear, pack_linear
 from rlk_ledger_kernels.ops.linear_logprob.torch import linear_logprob, pack_head
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 from rlk_ledger_kernels.ops.rms_norm.torch import rms_norm
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
-from rlk_ledger_kernels.ops.rope.table import RopeScaling, frequencies, rope_table
+from rlk_ledger_kernels.ops.rope.table import frequencies, rope_table
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.selected_logprob.torch import selected_logprob
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 from rlk_ledger_kernels.ops.swiglu.torch import swiglu
 from rlk_ledger_kernels.schedule import Schedule, placebo_schedules
 
-TOLERANCE = {
-    ("elementwise", "float32"): (1e-5, 1e-5),
-    ("elementwise", "bfloat16"): (2e-2, 1.6e-2),
-    ("reduction", "float32"): (1e-4, 1e-4),
-    ("reduction", "bfloat16"): (5e-2, 2e-2),
-    ("attention", "float32"): (1e-4, 1e-4),
-    ("attention", "bfloat16"): (5e-2, 2e-2),
-    ("logprob", "float32"): (1e-5, 0.0),
-    ("logprob", "bfloat16"): (6e-2, 0.0),
-}
+TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (5e-2, 2e-2)}
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 dtypes = st.sampled_from(["float32", "bfloat16"])
 schedules = st.sampled_from([Schedule(), *placebo_schedules(10)])
@@ -53,12 +39,6 @@ def draw(seed: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TORCH[dtype])
 
 
-def check(kind: str, dtype: str, candidate: torch.Tensor, reference: torch.Tensor) -> None:
-    assert candidate.dtype == TORCH[dtype] or kind == "logprob"
-    atol, rtol = TOLERANCE[kind, dtype]
-    torch.testing.assert_close(candidate.double(), reference.double(), atol=atol, rtol=rtol)
-
-
 def test_rms_norm_rounding_orders_differ_in_bfloat16_and_agree_in_float32() -> None:
     for dtype, equal in (("float32", True), ("bfloat16", False)):
         x, weight = draw(1, 64, 128, dtype=dtype), draw(2, 128, dtype=dtype)
@@ -66,15 +46,6 @@ def test_rms_norm_rounding_orders_differ_in_bfloat16_and_agree_in_float32() -> N
             rms_norm(x, weight, RmsNormContract(rounding_order=order, output=dtype)) for order in ("hf", "kernel")
         )
         assert torch.equal(hf, kernel) is equal
-
-
-def test_rope_scalings_change_frequencies_as_defined() -> None:
-    plain = frequencies(64, 500000.0)
-    torch.testing.assert_close(frequencies(64, 500000.0, RopeScaling("linear", 4.0)), plain / 4)
-    llama3 = frequencies(64, 500000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
-    torch.testing.assert_close(llama3[0], plain[0])
-    torch.testing.assert_close(llama3[-1], plain[-1] / 8)
-    assert bool((llama3 <= plain).all())
 
 
 def test_swiglu_keeps_its_limits() -> None:
@@ -93,13 +64,6 @@ def test_linear_logprob_equals_logits_then_logprob_bit_for_bit(
     logits = linear(hidden, pack_linear(weight, LinearContract(schedule=schedule)))
     fused = linear_logprob(hidden, pack_head(weight, contract), tokens)
     assert torch.equal(fused, selected_logprob(logits, tokens, contract))
-
-
-def test_selected_logprob_survives_masked_logits() -> None:
-    logits = torch.full((2, 200), float("-inf"))
-    logits[:, 150], logits[1, 3] = 1.0, 1.0
-    got = selected_logprob(logits, torch.tensor([150, 3]), LogprobContract(schedule=Schedule(vocab_tile=64)))
-    torch.testing.assert_close(got, torch.tensor([0.0, -0.6931472]))
 
 
 @few
@@ -125,22 +89,16 @@ def test_attention(t: int, kv: int, group: int, d: int, dtype: str, schedule: Sc
     contract = AttentionContract(scale=d**-0.5, output=dtype, schedule=schedule)
     got, lse = attention(q, cache, plan, contract)
     reference, _ = attention_reference.attention(q, cache, plan, contract)
-    check("attention", dtype, got, reference)
+    assert got.dtype == TORCH[dtype]
+    atol, rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), reference.double(), atol=atol, rtol=rtol)
     scores = torch.einsum("thd,shd->ths", q.double(), k.double().repeat_interleave(group, 1)) * d**-0.5
     hidden = torch.arange(t)[None, :] > torch.arange(t)[:, None]
     expected = scores.masked_fill(hidden[:, None, :], float("-inf")).logsumexp(-1)
     torch.testing.assert_close(lse.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_embedding_is_an_exact_copy() -> None:
-    table, ids = draw(0, 30, 7, dtype="bfloat16"), torch.tensor([29, 0, 0, 13])
-    assert torch.equal(embedding(ids, table), table[ids])
-    assert torch.equal(embedding_reference.embedding(ids, table), table[ids].float())
-
-
 def test_wrong_operands_are_refused_in_one_sentence() -> None:
-    with pytest.raises(OperandError, match=r"token id 30 at row 1 is outside 0\.\.29"):
-        embedding(torch.tensor([0, 30]), torch.zeros(30, 4))
     with pytest.raises(OperandError, match=r"x has shape \(2, 5\), the weight needs \[rows, 4\]"):
         linear(torch.zeros(2, 5), pack_linear(torch.zeros(3, 4), LinearContract()))
     with pytest.raises(OperandError, match="token id -1 at row 0"):
