@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.attention.cache import KVCache
 from rlk_ledger_kernels.ops.attention.contract import AttentionContract
@@ -70,6 +71,7 @@ class PackedAttention(torch.autograd.Function):
         return out_NHD, lse_NH
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of q, k and v, rounded once to the dtype of each."""
         grad_NHD, grad_lse_NH = grads

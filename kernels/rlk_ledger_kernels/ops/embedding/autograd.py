@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
+
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
@@ -17,6 +19,7 @@ class _Embedding(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (ids_N,) = ctx.saved_tensors
         return None, None, ctx.module.embedding_backward(grads[0], ids_N, ctx.rows).to(ctx.dtype)

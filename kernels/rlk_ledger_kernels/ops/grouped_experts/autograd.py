@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.grouped_experts.contract import GroupedExpertsContract
 
 
@@ -27,6 +28,7 @@ class _GroupedExperts(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         experts_NT, x_NH, weights_NT, *weights = ctx.saved_tensors
         packed = ctx.module.pack_experts(*weights, ctx.contract)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.linear.contract import LinearContract
 
 
@@ -26,6 +27,7 @@ class _Linear(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x_NK, weight_OK, bias_O = ctx.saved_tensors
         packed = ctx.module.pack_linear(weight_OK, ctx.contract, bias_O)

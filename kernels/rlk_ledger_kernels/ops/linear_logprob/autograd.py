@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.linear_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.vocab_parallel_logprob.exchange import gather_statistics
 from rlk_ledger_kernels.parallel.group import Group, SimulatedGroup
@@ -37,6 +38,7 @@ class _LinearLogprob(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         hidden_NK, weight_VK, tokens_N, top_N, total_N = ctx.saved_tensors
         head = ctx.module.pack_head(weight_VK, ctx.contract, ctx.first, ctx.vocabulary)

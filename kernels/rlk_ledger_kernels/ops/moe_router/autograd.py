@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.moe_router.contract import MoeRouterContract
 
 
@@ -21,6 +22,7 @@ class _RoutedWeights(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         logits_NE, experts_NT = ctx.saved_tensors
         grad_NE = ctx.module.moe_router_backward(grads[0], logits_NE, experts_NT, ctx.contract)

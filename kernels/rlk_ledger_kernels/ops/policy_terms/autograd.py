@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.policy_terms.contract import PolicyTerms, PolicyTermsContract, TermGradients
 
 
@@ -28,6 +29,7 @@ class _PolicyTerms(torch.autograd.Function):
         return tuple(terms)
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         given = TermGradients(*grads[:5])
         return None, ctx.module.policy_terms_backward(given, *ctx.saved_tensors, ctx.contract), None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.rms_norm.contract import RmsNormContract
 
 
@@ -21,6 +22,7 @@ class _RmsNorm(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = ctx.module.rms_norm_backward(grads[0], x, weight, ctx.contract)
@@ -43,6 +45,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, residual, weight = ctx.saved_tensors
         grad_x, grad_weight = ctx.module.add_rms_norm_backward(*grads, x, residual, weight, ctx.contract)

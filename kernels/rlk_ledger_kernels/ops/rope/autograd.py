@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.rope.contract import RopeContract
 from rlk_ledger_kernels.ops.rope.table import RopeTable
 
@@ -21,6 +22,7 @@ class _Rope(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         return None, ctx.module.rope_backward(grads[0], ctx.rows, ctx.contract).to(ctx.dtype), None, None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 
 
@@ -26,6 +27,7 @@ class _SelectedLogprob(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         logits_NV, tokens_N = ctx.saved_tensors
         made = ctx.module.selected_logprob_backward(grads[0], logits_NV, tokens_N, ctx.contract, ctx.vocabulary)

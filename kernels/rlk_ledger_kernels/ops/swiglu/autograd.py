@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.swiglu.contract import SwigluContract
 
 
@@ -21,6 +22,7 @@ class _Swiglu(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad_gate, grad_up = ctx.module.swiglu_backward(grads[0], *ctx.saved_tensors, ctx.contract)
         return None, grad_gate, grad_up, None

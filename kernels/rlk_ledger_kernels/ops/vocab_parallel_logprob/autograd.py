@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlk_ledger_kernels.derivative import first_only
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
 from rlk_ledger_kernels.ops.vocab_parallel_logprob.exchange import gather_statistics
 from rlk_ledger_kernels.parallel.group import Group
@@ -35,6 +36,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         return result
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         logits_NS, tokens_N, top_N, total_N = ctx.saved_tensors
         normal = (top_N, total_N)
