@@ -109,6 +109,10 @@ class Certificate:
         for one in self.checked:
             if not one.cases:
                 return f"{one.operator} ({one.backend}) was not measured: {one.accuracy.detail}"
+            if one.invariance.outcome == "not_measured":
+                return (
+                    f"{one.operator} ({one.backend}) claims invariance, which was not measured: {one.invariance.detail}"
+                )
         if not self.checked:
             return "nothing could be measured on this device"
         return None
@@ -183,7 +187,7 @@ def _loaded(operator: Operator, backend: Backend, device: str) -> ModuleType | U
         return Unavailable(operator.name, backend.name, lacking.reason, lacking.enable or None)
     try:
         return import_module(f"{operator.package}.{backend.name}")
-    except ImportError as error:
+    except Exception as error:  # whatever the import of another project's library raises
         return Unavailable(operator.name, backend.name, f"it cannot be imported: {error}", backend.enable or None)
 
 

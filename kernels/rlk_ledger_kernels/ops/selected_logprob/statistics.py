@@ -65,16 +65,21 @@ def part_end(first: int, width: int, vocabulary: int, contract: LogprobContract)
     return end
 
 
+def check_token_shape(tokens_N: torch.Tensor, rows: int) -> None:
+    """Raise OperandError when tokens are not int64 or int32 [rows]; no question to a device."""
+    if tokens_N.shape != (rows,) or tokens_N.dtype not in (torch.int64, torch.int32):
+        raise OperandError(
+            f"selected_logprob: tokens are {tokens_N.dtype} {tuple(tokens_N.shape)}; pass int64 ({rows},), one per row"
+        )
+
+
 def check_tokens(tokens_N: torch.Tensor, rows: int, vocabulary: int, contract: LogprobContract) -> torch.Tensor:
     """The rows to ignore, bool [N].
 
     Raises OperandError when tokens are not int64 [N], or, on a CPU, for the first id outside the vocabulary. On a GPU
     that question would wait for the device, so such a row scores NaN there.
     """
-    if tokens_N.shape != (rows,) or tokens_N.dtype not in (torch.int64, torch.int32):
-        raise OperandError(
-            f"selected_logprob: tokens are {tokens_N.dtype} {tuple(tokens_N.shape)}; pass int64 ({rows},), one per row"
-        )
+    check_token_shape(tokens_N, rows)
     if contract.ignore_index is None:
         ignored_N = torch.zeros_like(tokens_N, dtype=torch.bool)
     else:

@@ -20,7 +20,7 @@ import triton.language as tl
 from rlk_ledger_kernels.dtypes import torch_dtype
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.ops.selected_logprob.contract import LogprobContract
-from rlk_ledger_kernels.ops.selected_logprob.statistics import check_tokens, part_end, part_tiles
+from rlk_ledger_kernels.ops.selected_logprob.statistics import check_token_shape, check_tokens, part_end, part_tiles
 from rlk_ledger_kernels.triton_device import interpreted
 from rlk_ledger_kernels.triton_language import TRITON_DTYPES, launcher, round_to, rounded_through
 
@@ -347,6 +347,7 @@ def _scored(
     end = part_end(0, logits_NV.shape[1], vocabulary, contract)
     if end != vocabulary:
         raise OperandError(f"selected_logprob: {end} columns of logits for a vocabulary of {vocabulary}")
+    check_token_shape(tokens_N, logits_NV.shape[0])
     if tokens_N.device.type == "cpu":
         check_tokens(tokens_N, logits_NV.shape[0], vocabulary, contract)
     top_NT, sum_NT = tile_statistics(logits_NV, 0, end, contract)
