@@ -77,14 +77,14 @@ class Shelf:
         place = filled(template, recorded, "--adapter")
         folder = fetch(place, self._progress) if is_url(place) else Path(place).expanduser()
         adapter = load_adapter(folder, held.config, next(iter(recorded.adapters), "default"))
-        gate = _adapter_gate(recorded, folder, adapter)
+        gate = adapter_gate(recorded, folder, adapter)
         if gate.status == "failed":
             raise CheckpointError(gate.reason)
         self.adapter_gates.append(gate)
         self.adapted[index] = Adapted(folder, "unmerged", self._request.merge_dtype, adapter.live)
 
 
-def _adapter_gate(recorded: Recorded, folder: Path, adapter: Adapter) -> Gate:
+def adapter_gate(recorded: Recorded, folder: Path, adapter: Adapter) -> Gate:
     """Whether the adapter in `folder` is the one that was published."""
     name = f"weights.adapter.{recorded.version}"
     told = {"folder": str(folder), "digest": adapter.live, "projections": len(adapter.pairs), "scale": adapter.scale}

@@ -66,9 +66,7 @@ def sharded(folder: Path, target: Path) -> list[str]:
     return names
 
 
-def test_a_replay_finds_its_checkpoints_at_urls_and_says_what_the_one_on_disk_says(
-    make_run: Make, bucket: str
-) -> None:
+def test_a_replay_finds_its_checkpoints_at_urls_and_says_what_the_one_on_disk_says(make_run: Make, bucket: str) -> None:
     ledger = make_run(groups=2)
     asked = Request(2, weights=bucket + "/{version}")
     result = replay(ledger, RUN, request=asked, keep=False)

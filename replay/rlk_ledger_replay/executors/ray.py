@@ -6,6 +6,7 @@ Weights are read by each actor from the same folder, so that folder has to be on
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,13 +15,21 @@ from rlk_ledger_replay.work import Model, Outcome, Unit, Worker
 from rlk_ledger_schemas.errors import UsageError
 
 
+class Seated(Worker):
+    """A worker that can be asked where it sits."""
+
+    def pid(self) -> int:
+        """The id of the actor's process, on its own node."""
+        return os.getpid()
+
+
 class Actor:
     """A worker in a Ray actor."""
 
     def __init__(self, ray: Any, threads: int, timeout: float | None) -> None:
         """Asks for the actor; it starts when there is room."""
         self._ray, self._timeout = ray, timeout
-        self._handle = ray.remote(num_cpus=threads, max_restarts=0)(Worker).remote()
+        self._handle = ray.remote(num_cpus=threads, max_restarts=0)(Seated).remote()
 
     def score(self, unit: Unit) -> Outcome:
         """The values of a unit; raises Lost when the actor dies or the deadline passes."""
@@ -32,6 +41,10 @@ class Actor:
         unchanged: Mapping[Model, bool] = self._get(self._handle.close.remote())
         self.kill()
         return unchanged
+
+    def pid(self) -> int:
+        """The id of the actor's process, on its own node; raises Lost."""
+        return int(self._get(self._handle.pid.remote()))
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -61,8 +74,6 @@ def cluster(cpus: int) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    import os
-
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if not os.environ.get("RAY_ADDRESS"):
         quiet |= {"num_cpus": cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
