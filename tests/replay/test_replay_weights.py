@@ -140,7 +140,7 @@ def test_a_file_that_came_short_is_refused(bucket: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         fetch_module, "_listed", lambda *given: [replace(one, size=one.size + 1) for one in listed(*given)]
     )
-    with pytest.raises(CheckpointError, match="config.json came to"):
+    with pytest.raises(CheckpointError, match=r"config\.json came to"):
         fetch(f"{bucket}/v0")
 
 
@@ -155,7 +155,7 @@ def test_shards_are_read_as_one_checkpoint_and_checked_against_their_index(weigh
     assert hold(Recorded("v0", whole.digest), tmp_path / "s").status == "passed"
     foreign = tmp_path / "s" / "model-00004-of-00004.safetensors"
     shutil.copyfile(tmp_path / "s" / names[0], foreign)
-    with pytest.raises(CheckpointError, match="shard model-00004-of-00004.safetensors is not in"):
+    with pytest.raises(CheckpointError, match=r"shard model-00004-of-00004\.safetensors is not in"):
         hold(Recorded("v0"), tmp_path / "s")
     foreign.unlink()
     shutil.copyfile(tmp_path / "s" / names[0], tmp_path / "kept")

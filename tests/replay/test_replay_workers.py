@@ -1,5 +1,5 @@
-"""Claim: who scores changes no bit: this process, one worker or four; a worker that is lost costs its unit a second try,
-and a sample that no worker survives costs itself alone."""
+"""Claim: who scores changes no bit: this process, one worker or four; a worker that is lost costs its unit a second
+try, and a sample that no worker survives costs itself alone."""
 
 from __future__ import annotations
 
