@@ -110,11 +110,20 @@ class Divergence:
         return [c for c in self.compared if c.status == "unknown"]
 
     @property
+    def one_engine(self) -> bool:
+        """Whether both passes are of one engine, whose layouts then measure all the noise there is between them."""
+        return _one_engine(self.left, self.right)
+
+    @property
     def exit_code(self) -> int:
-        """1 where a part or a replica differs, 3 where something could not be known, else 0."""
-        if self.first is not None or self.replicas:
+        """1 where a part or a replica differs, 3 where something could not be known, else 0.
+
+        Of two engines the first part that differs is a lead and no proof (3): layouts of one engine do not measure
+        what two implementations round differently.
+        """
+        if self.replicas or (self.first is not None and self.one_engine):
             return 1
-        return 3 if self.unknown or self.unmapped or not self.compared else 0
+        return 3 if self.first is not None or self.unknown or self.unmapped or not self.compared else 0
 
 
 def compare_passes(
@@ -134,7 +143,7 @@ def compare_passes(
     held = {c.part: c for c in compared}
     layers = 1 + max((p.layer for p in held if 0 <= p.layer < 1 << 30), default=-1)
     for item in compared:
-        _judge(item, [n[item.part] for n in noise if item.part in n], len(sides))
+        _judge(item, [n[item.part] for n in noise if item.part in n], len(sides), _one_engine(left, right))
         if item.status != "unknown":
             item.inputs = _inputs(item.part, held, layers)
     first = next((c for c in compared if c.status == "differs"), None)
@@ -142,6 +151,10 @@ def compare_passes(
     return Divergence(
         left, right, compared, first, anchor, suspects, [*left.replicas, *right.replicas], unmapped, bool(placebos)
     )
+
+
+def _one_engine(left: Pass, right: Pass) -> bool:
+    return left.engine is not None and left.engine == right.engine
 
 
 def placebos(passes: Sequence[Pass], chosen: Pass) -> list[tuple[Pass, Pass]]:
@@ -312,8 +325,11 @@ def _alone(
 # -- judging -------------------------------------------------------------------------------------------------------
 
 
-def _judge(item: Compared, noise: list[Compared], sides: int) -> None:
-    """Sets status and reason of a part that is not bitwise equal, from its placebos."""
+def _judge(item: Compared, noise: list[Compared], sides: int, one_engine: bool) -> None:
+    """Sets status and reason of a part that is not bitwise equal, from its placebos.
+
+    Layouts of one engine share what that engine rounds its own way; between two engines no floor is below a rounding.
+    """
     if item.status != "differs" or item.rms is None:
         item.reason = item.reason or ("equal bit for bit" if item.status == "equal" else "")
         return
@@ -325,10 +341,12 @@ def _judge(item: Compared, noise: list[Compared], sides: int) -> None:
     own = [n.rms**2 for n in measured if n.rms is not None]
     item.floor = float(np.sqrt(max(own) if sides < 2 else sum(own) / len(own)))
     unit = _EPSILON.get(dtype_name(item.dtype or "") or "", 2.0**-24) * (item.scale or 0.0)
+    least = 0.0 if one_engine else unit
+    item.floor = max(item.floor, least)
     alone = [n.alone for n in measured if n.alone is not None]
     if item.alone is not None and alone:
         _, rms, share = item.alone
-        usual, flips = max(a[1] for a in alone), max(a[2] for a in alone)
+        usual, flips = max(least, *(a[1] for a in alone)), max(a[2] for a in alone)
         rare = rms <= RATIO * usual or (share <= max(RARE, RATIO * flips) and rms <= unit)
         if not rare:
             item.reason = (

@@ -18,7 +18,12 @@ import torch
 import rlk_ledger_replay
 from rlk_ledger.build import build, event
 from rlk_ledger.cli import main
+from rlk_ledger_kernels.bits import same_bits
 from rlk_ledger_kernels.probe import using_threads
+from rlk_ledger_kernels.schedule import Schedule
+from rlk_ledger_replay.decoder import Decoder
+from rlk_ledger_replay.divergence import reference_boundaries
+from rlk_ledger_replay.numerics import Numerics
 from rlk_ledger_sdk.integrations.torch import OPERATORS, capture_boundaries
 from rlk_ledger_sdk.testing import capture
 
@@ -73,7 +78,8 @@ def diverged(tmp_path: Path, capsys: Any, sides: dict[str, list[Record]], *optio
     """What `rlk-ledger divergence --json` says about a run in which each side recorded this."""
     records = []
     for side, told in sides.items():
-        opened = ("writer.opened", {"role": side, "rank": 0, "world_size": 1, "engine": {"name": "transformers"}})
+        engine = {"name": "rlk-ledger" if side == "replay" else "transformers"}
+        opened = ("writer.opened", {"role": side, "rank": 0, "world_size": 1, "engine": engine})
         records += [event("r1", side, i, kind, **fields) for i, (kind, fields) in enumerate([opened, *told])]
     url = str(tmp_path / "ledger")
     build(url, "r1", records)
@@ -194,3 +200,32 @@ def test_without_a_second_layout_a_difference_is_named_and_its_floor_is_said_to_
     found = diverged(tmp_path, capsys, sides)
     assert (found["code"], found["first"]["boundary"], found["floor_measured"]) == (1, "layers.2.input_norm", False)
     assert found["first"]["reason"].endswith("no floor was measured")
+
+
+def test_the_reference_shows_its_own_boundaries_and_changes_no_score(
+    model: Any, honest: dict[str, list[Record]], tmp_path: Path, capsys: Any
+) -> None:
+    decoder = Decoder.load(MODEL, Numerics(compute="bfloat16"))
+    samples = {name: [*TEXTS[name], 258] for name in B}
+    before = decoder.prefill_logprobs(samples["s1"], 5)
+    with using_threads(1):
+        told = reference_boundaries(decoder, samples)
+        assert same_bits(before, decoder.prefill_logprobs(samples["s1"], 5))
+        other = Schedule(k_leaf=96, kv_block=16, vocab_tile=48, k_order="descending", kv_order="reverse")
+        another_order = Decoder.load(MODEL, Numerics(compute="bfloat16", schedule=other))
+        placebo = reference_boundaries(another_order, samples, "placebo", "another order")
+    names = [fields["boundary"] for kind, fields in told if kind == "boundary.captured"]
+    assert (names[0], names[-1], len(names)) == ("embedding", "final_norm", 2 + 4 * 7)
+    wanted = ("--left", "replay:reference", "--right", "training:forward/0")
+    for name, whose in (("honest", model), ("altered", copy.deepcopy(model))):
+        if name == "altered":
+            wrong_weight(whose)
+        sides = {"training": recorded(whose, "training"), "replay": [*told, *placebo]}
+        found = diverged(tmp_path / name, capsys, sides, *wanted)
+        seen = {b["boundary"]: b["status"] for b in found["boundaries"]}
+        assert seen["embedding"] == "equal"
+        assert seen["layers.1.q"] == "unknown", "the reference computes it inside one call"
+        assert (found["code"], found["one_engine"]) == (3, False), "two engines: a lead at most, never an accusation"
+        if name == "altered":
+            worst = max(found["boundaries"], key=lambda b: (b["rms"] or 0) / (b["floor"] or 1))
+            assert worst["boundary"].startswith(("layers.2", "layers.3", "final")), "the numbers still point there"

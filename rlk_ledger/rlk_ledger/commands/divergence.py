@@ -35,8 +35,8 @@ def divergence(
 
     Passes are those `boundary.captured` recorded. A pass of the same side that holds the same samples in another
     layout gives each boundary its noise floor; without one every differing bit counts. Exit codes: 0 every captured
-    boundary agreed, 1 one differs beyond its floor (or replicas do), 3 some could not be compared, 2 nothing to
-    compare.
+    boundary agreed, 1 one differs beyond its floor (or replicas do), 3 some could not be compared or the engines are
+    two (what differs first is then a lead), 2 nothing to compare.
     """
     from rlk_ledger.boundaries import read_passes
     from rlk_ledger.divergence import compare_passes, placebos
@@ -108,6 +108,7 @@ def document(result: "Divergence") -> dict[str, Any]:
         "anchor": None if result.anchor is None else result.anchor.text,
         "suspects": [p.text for p in result.suspects],
         "floor_measured": result.floors,
+        "one_engine": result.one_engine,
         "replicas_differ": [
             {**r.place._asdict(), "boundary": r.boundary, "stage": r.stage, "writers": list(r.writers)}
             for r in result.replicas
@@ -162,6 +163,11 @@ _INPUTS = {
 
 
 def _headline(result: "Divergence") -> str:
+    if result.first is not None and not result.one_engine:
+        return (
+            f"a lead, no proof: {result.first.part.text} - {result.first.reason}; "
+            "the engines differ or have no name, and layouts do not measure what two implementations round differently"
+        )
     if result.first is not None:
         return f"first divergence: {result.first.part.text} - {result.first.reason}"
     if result.replicas:
@@ -203,6 +209,8 @@ def _next(result: "Divergence") -> str:
         )
     if result.replicas:
         return "check the weights and collectives of the named ranks before anything else"
+    if not result.one_engine and result.first is not None:
+        return "run one engine's pass through the other's implementation of that part; equal results clear it"
     if not result.floors:
         return "capture one pass of each side in a second layout: without a floor noise and fault look alike"
     if len(result.suspects) > 1:
