@@ -26,12 +26,12 @@ def unavailable(backend: Backend, device: str | None) -> Objection | None:
         if reason is not None:
             what, _, how = reason.partition("; ")
             return Objection("backend_unavailable", what, how or backend.enable)
-    if not _present(device):
+    if not present(device):
         return Objection("backend_unavailable", f"torch sees no {device} device", backend.enable)
     return None
 
 
-def _present(device: str) -> bool:
+def present(device: str) -> bool:
     """Whether torch can place a tensor on a device of this type."""
     if device == "cpu":
         return True

@@ -122,6 +122,15 @@ def test_a_backend_named_that_cannot_run_is_a_gap_and_says_what_would_enable_it(
     assert (code, "triton not measured (swiglu)" in out) == (0, True)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("named", [(), ("--backend", "torch")], ids=["any backend", "one backend"])
+def test_a_device_that_is_not_here_is_a_gap(named: tuple[str, ...], check: Check) -> None:
+    code, out, sentence = check("--operator", "swiglu", "--device", "cuda", *named)
+    assert (code, sentence) == (3, "")
+    assert "torch sees no" in out
+    assert out.splitlines()[-1].startswith("kernels check: inconclusive: 0 operators (no backend) on cuda, ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

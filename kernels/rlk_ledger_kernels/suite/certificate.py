@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from rlk_ledger_kernels.availability import unavailable
+from rlk_ledger_kernels.availability import present, unavailable
 from rlk_ledger_kernels.descriptors import Backend, Operator
 from rlk_ledger_kernels.errors import ContractError
 from rlk_ledger_kernels.fingerprint import build_facts
@@ -196,7 +196,9 @@ def _interpretable(backend: Backend, device: str) -> bool:
 
 
 def _shipped(scope: Scope) -> Iterator[tuple[Wrong, ModuleType]]:
-    """Every wrong operator with the module it may be built on."""
+    """Every wrong operator with the module it may be built on; none on a device that is not here."""
+    if not present(scope.device):
+        return
     for wrong in mistakes():
         yield wrong, ModuleType("no_backend")
     for operator in catalogue.operators().values():
