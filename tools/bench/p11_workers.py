@@ -34,7 +34,8 @@ PASSES = (Numerics(), Numerics(compute="bfloat16"))
 
 def measured(plan: Plan, samples: int, length: int) -> tuple[float, dict[str, bytes], int]:
     """(seconds, bits by sample and numerics, largest worker or process memory in MiB) of scoring every sample."""
-    model, lanes = _model(), [[] for _ in range(plan.workers)]
+    model = _model()
+    lanes: list[list[Unit]] = [[] for _ in range(plan.workers)]
     rng = np.random.default_rng(0)
     entries = [Entry(f"s{i}", rng.integers(0, 256, length, dtype=np.int32), 16) for i in range(samples)]
     for numerics in PASSES:
