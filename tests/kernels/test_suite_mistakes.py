@@ -37,6 +37,11 @@ def test_the_mistakes_people_make_are_among_them() -> None:
         "padding and neighbours leak",
         "bf16 accumulation",
         "temperature",
+        "strides ignored",
+        "an operand is written to",
+        "from 512 rows on",
+        "NaN swallowed",
+        "overflow without a maximum",
     ):
         assert named in told
     assert {wrong.suite for wrong in mistakes()} == {"invariance", "accuracy", "parity"}
@@ -47,6 +52,9 @@ def test_the_mistakes_people_make_are_among_them() -> None:
     ("mistake", "transform"),
     [
         ("split-K by shape", "T1"),
+        ("from 512 rows on", "T1"),
+        ("strides ignored", "T2"),
+        ("an operand is written to", "its own run"),
         ("NaN comes through", "T3"),
         ("mask by arithmetic", "T4"),
         ("block chosen by length", "T5"),

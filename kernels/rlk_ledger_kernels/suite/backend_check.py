@@ -164,7 +164,8 @@ def _accuracy(module: ModuleType, cases: Sequence[Case], device: str) -> Checked
     def find(case: Case) -> str | None:
         worst = accuracy.measure(case, module, device)
         shares.append(worst.share)
-        return str(worst) if worst.share > 1.0 else None
+        left = worst if worst.share > 1.0 else accuracy.classes(case, module, device)
+        return None if left is None else str(left)
 
     return _with_share(_each(cases, find), shares)
 

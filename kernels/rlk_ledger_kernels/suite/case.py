@@ -101,6 +101,13 @@ def moved(case: Case, device: str) -> Case:
     return replace(case, rows=rows)
 
 
+def copied(case: Case) -> Case:
+    """The case with operands of its own."""
+    if isinstance(case, SequenceCase):
+        return replace(case, sequences=[tuple(part.clone() for part in one) for one in case.sequences])
+    return replace(case, rows=tuple(operand.clone() for operand in case.rows))
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A deliberately wrong operator that a suite must catch.

@@ -1,7 +1,8 @@
 """The invariance suite: an operator against itself under T1 to T7, bitwise, `+0`/`-0` and NaN bits included.
 
 An operator that keeps its promise returns None; one that fails returns the first mismatch, in the index order of the
-case, of the first transform that has one. Where a case has a gradient, the same transforms run backward.
+case, of the first transform that has one. One that writes to its operands fails before any transform. Where a case has
+a gradient, the same transforms run backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from rlk_ledger_kernels.bits import bits, same_bits
 from rlk_ledger_kernels.errors import OperandError
 from rlk_ledger_kernels.probe import using_threads
-from rlk_ledger_kernels.suite.case import Case, MaskedCase, RowCase, Sequence_, SequenceCase, moved
+from rlk_ledger_kernels.suite.case import Case, MaskedCase, RowCase, Rows, Sequence_, SequenceCase, moved
 from rlk_ledger_kernels.suite.layouts import (
     Effort,
     lengths_of,
@@ -25,6 +26,7 @@ from rlk_ledger_kernels.suite.layouts import (
     prefix_layouts,
     row_layouts,
     sequence_layouts,
+    taken,
     whole,
 )
 from rlk_ledger_kernels.suite.quiet import quiet
@@ -95,8 +97,12 @@ def _check_rows(
     run = case.run if direction == "forward" else case.gradient
     if run is None:
         return None
+    given = taken(case.rows, torch.arange(len(case.rows[0]), device=case.rows[0].device))
     with _base(threads):
-        base = run(module, case.rows)
+        base = run(module, given)
+    written = _written(case, direction, given, case.rows)
+    if written is not None:
+        return written
     with _transformed(threads):
         for layout in row_layouts(case.rows, effort):
             if layout.calls is None:
@@ -113,8 +119,12 @@ def _check_rows(
 
 
 def _check_masked(case: MaskedCase, module: ModuleType, effort: Effort, threads: int | None) -> Mismatch | None:
+    given = taken(case.rows, torch.arange(len(case.mask_N), device=case.mask_N.device))
     with _base(threads):
-        base = case.run(module, case.rows, case.mask_N).reshape(-1)
+        base = case.run(module, given, case.mask_N.clone()).reshape(-1)
+    written = _written(case, "forward", given, case.rows)
+    if written is not None:
+        return written
     with _transformed(threads):
         for layout in masked_layouts(case, effort):
             out = case.run(module, layout.rows, layout.mask_N).reshape(-1)
@@ -129,8 +139,14 @@ def _check_sequences(case: SequenceCase, module: ModuleType, effort: Effort, thr
         return case.run(module, [sequence], whole(len(sequence[0])))[0]
 
     prefixes = list(prefix_layouts(case, effort))
+    given = [tuple(part.clone() for part in sequence) for sequence in case.sequences]
     with _base(threads):
-        base = [alone(sequence) for sequence in case.sequences]
+        base = [alone(sequence) for sequence in given]
+    for index, sequence in enumerate(given):
+        written = _written(case, "forward", sequence, case.sequences[index], index)
+        if written is not None:
+            return written
+    with _base(threads):
         missed = [alone(prefix.fork)[prefix.prefix :] for prefix in prefixes]
     with _transformed(threads):
         for layout in sequence_layouts(case, effort):
@@ -165,6 +181,16 @@ def _check_packed_gradients(
                 found = _first(base[index], out[place], range(len(base[index])))
                 if found is not None:
                     return Mismatch(case.operator, case.name, layout.transform, "backward", *found, sequence=index)
+    return None
+
+
+def _written(case: Case, direction: Pass, given: Rows, before: Rows, sequence: int | None = None) -> Mismatch | None:
+    """What the operator changed in the operands it was given, which it must leave alone."""
+    for index, (got, expected) in enumerate(zip(given, before)):
+        found = _first(expected, got, range(len(expected)))
+        if found is not None:
+            what = f"its own run, which wrote to operand {index}"
+            return Mismatch(case.operator, case.name, what, direction, *found, sequence=sequence)
     return None
 
 

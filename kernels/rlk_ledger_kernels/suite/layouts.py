@@ -27,6 +27,8 @@ TRANSFORMS = {
 }
 
 _POPULATIONS = {"full": (1, 2, 3, 5, 8, 15, 16, 17, 31, 37, 64, 100, 129), "brief": (1, 37)}
+_MANY = 520
+"""Rows beyond which kernels are known to choose other tiles."""
 _SHIFTS = {"full": (1, 7, 16, 33), "brief": (7,)}
 _NAN, _INF = float("nan"), float("inf")
 _CONTENTS = {"full": (0.0, 1e30, _NAN, _INF), "brief": (_NAN,)}
@@ -58,8 +60,13 @@ def row_layouts(rows: Rows, effort: Effort = "full", seed: int = 0) -> Iterator[
     for population in (p for p in _POPULATIONS[effort] if p < count):
         first = every[:population]
         yield RowLayout(f"T1 population {population}", taken(rows, first), first, first)
+    if effort == "full":
+        copies = -(-_MANY // count)
+        yield RowLayout(f"T1 population {copies * count}", taken(rows, every.repeat(copies)), every, every)
     for shift in _SHIFTS[effort]:
         yield RowLayout(f"T2 position +{shift}", taken(rows, every.roll(shift)), every, (every + shift) % count)
+    for words, lay in _PLACES[effort]:
+        yield RowLayout(f"T2 position in memory, {words}", tuple(lay(operand) for operand in rows), every, every)
     kept = every[::3]
     for value in _CONTENTS[effort]:
         yield RowLayout(f"T3 neighbours of {value}", _surrounded(rows, kept, value), kept, kept)
@@ -76,6 +83,25 @@ def row_layouts(rows: Rows, effort: Effort = "full", seed: int = 0) -> Iterator[
     chosen = torch.randperm(count, generator=generator)[: count // 2].to(device)
     yield RowLayout("T6 selection", taken(rows, chosen), chosen, every[: len(chosen)])
     yield RowLayout("T6 packed in reverse", taken(rows, every.flip(0)), every, every.flip(0))
+
+
+def every_second(operand: torch.Tensor) -> torch.Tensor:
+    """The operand as every second element of a tensor twice as wide."""
+    wide = torch.stack((operand, torch.full_like(operand, 1)), -1)
+    return wide[..., 0]
+
+
+def column_major(operand: torch.Tensor) -> torch.Tensor:
+    """The operand with its rows next to each other in memory; a vector is laid out with gaps."""
+    if operand.dim() < 2:
+        return every_second(operand)
+    return operand.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+_PLACES = {
+    "full": (("every second element", every_second), ("column-major", column_major)),
+    "brief": (("column-major", column_major),),
+}
 
 
 def taken(rows: Rows, index_N: torch.Tensor) -> Rows:

@@ -42,6 +42,18 @@ def number_mistakes() -> list[Wrong]:
             _with(logprob, _mean_of_ranks),
             logprob,
         ),
+        Wrong(
+            "accuracy",
+            "NaN is replaced by a number on the way in (NaN swallowed)",
+            _with(linear, partial(_cleaned, weight_OK)),
+            linear,
+        ),
+        Wrong(
+            "accuracy",
+            "exp() is taken of the logits themselves (overflow without a maximum)",
+            _with(logprob, _without_maximum),
+            logprob,
+        ),
         Wrong("parity", "one backend divides the logits by the temperature, the other does not", forgotten, logprob),
         Wrong(
             "parity",
@@ -60,6 +72,10 @@ def _linear(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
     return product(rows[0], weight_OK).to(torch.bfloat16)
 
 
+def _cleaned(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
+    return product(rows[0].nan_to_num(), weight_OK).to(torch.bfloat16)
+
+
 def _short(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
     return product(rows[0][:, :-64], weight_OK[:, :-64]).to(torch.bfloat16)
 
@@ -76,6 +92,11 @@ def _scaled(rows: Rows, temperature: float) -> torch.Tensor:
 def _logprob(temperature: float, _: ModuleType, rows: Rows) -> torch.Tensor:
     scaled_NV = _scaled(rows, temperature)
     return scaled_NV.gather(1, rows[1][:, None])[:, 0] - log_sum_exp(scaled_NV, [VOCABULARY])
+
+
+def _without_maximum(_: ModuleType, rows: Rows) -> torch.Tensor:
+    scaled_NV = _scaled(rows, TEMPERATURE)
+    return scaled_NV.gather(1, rows[1][:, None])[:, 0] - scaled_NV.exp().sum(-1).log()
 
 
 def _mean_of_ranks(_: ModuleType, rows: Rows) -> torch.Tensor:

@@ -39,6 +39,15 @@ def row_mistakes() -> list[Wrong]:
             RowCase("linear", "plain sums", "float32", hidden, right.run, _unused, _averaged_gradient),
             right,
         ),
+        _wrong(
+            "many rows take a wider tile (batch-dependent tile, from 512 rows on)", right, partial(_many, weight_OK)
+        ),
+        _wrong("operands are read as if they were contiguous (strides ignored)", right, partial(_dense, weight_OK)),
+        _wrong(
+            "the largest logit is subtracted in place (an operand is written to)",
+            RowCase("selected_logprob", "plain sums", "float32", logits, partial(_logprob, 16), _unused),
+            _in_place,
+        ),
         _mask_by_arithmetic(),
     ]
 
@@ -59,6 +68,19 @@ def _linear(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
 
 def _split_k(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
     return product(rows[0], weight_OK, K // 2 if len(rows[0]) < 32 else None)
+
+
+def _many(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
+    return product(rows[0], weight_OK, K // 2 if len(rows[0]) >= 512 else None)
+
+
+def _dense(weight_OK: torch.Tensor, _: ModuleType, rows: Rows) -> torch.Tensor:
+    return product(rows[0].as_strided(rows[0].shape, (K, 1)), weight_OK)
+
+
+def _in_place(module: ModuleType, rows: Rows) -> torch.Tensor:
+    rows[0].sub_(rows[0].amax(-1, keepdim=True))
+    return _logprob(16, module, rows)
 
 
 def _logprob(tile: int | None, _: ModuleType, rows: Rows) -> torch.Tensor:
