@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rlk_ledger.refusals import Refused, refuse
 from rlk_ledger_schemas.arrays import Array
-from rlk_ledger_schemas.errors import LedgerError
 from rlk_ledger_schemas.fingerprints import mask_digest, sha256
 
 if TYPE_CHECKING:
@@ -131,7 +131,10 @@ class Fact:
 
 @dataclass(slots=True, eq=False)
 class History:
-    """A run in memory. `facts` maps an event type to its events in (writer, seq) order; `pruned` is what is gone."""
+    """A run in memory. `facts` maps an event type to its events in (writer, seq) order; `pruned` is what is gone.
+
+    `refused` are events that no recorder can have written; nothing else here holds them.
+    """
 
     run_id: str = ""
     samples: list[Sample] = field(default_factory=list)
@@ -143,6 +146,7 @@ class History:
     redaction: str = "none"
     token_keys: dict[str, str] = field(default_factory=dict)
     pruned: "Pruned | None" = None
+    refused: list[Refused] = field(default_factory=list)
 
     @classmethod
     def from_events(cls, events: Iterable[Event], run_id: str = "") -> "History":
@@ -169,6 +173,10 @@ class History:
 
     def _add(self, writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, Array]) -> None:
         kind = fields["type"]
+        refused = refuse(writer_id, seq, fields, arrays)
+        if refused is not None:
+            self.refused.append(refused)
+            return
         if not self.run_id:
             self.run_id = fields.get("run_id") or ""
         if kind == "rollout.sample":
@@ -241,8 +249,6 @@ def _sample(writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, 
 
 
 def _score(writer_id: str, seq: int, fields: dict[str, Any], arrays: dict[str, Array]) -> Score:
-    if "values" not in arrays:
-        raise LedgerError(f"writer {writer_id}, seq {seq}: a logprobs event without `values`; run `verify`.")
     partials = {k.partition(".")[2]: as_numpy(a) for k, a in arrays.items() if k.startswith("partials.")}
     return Score(
         sample_id=fields["sample_id"],

@@ -357,7 +357,7 @@ def _judged(
         top = found.ranked[0] if found.ranked else None
         if small:
             listed = ", ".join(blind[:3]) if blind else "a variant below the floor"
-            text = f"The excess is as small as what variants this data cannot show would leave ({listed}): nothing is named."
+            text = f"The excess is as small as what variants nobody could see here leave ({listed}): nothing is named."
             return say("cannot_separate", text, members=tuple(blind))
         if found.scale:
             listed = ", ".join(found.scale[:3])

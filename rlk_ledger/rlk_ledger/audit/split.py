@@ -7,8 +7,8 @@ varies inside groups (prompts differ, and their samples share that); where it do
 well. A dimension that varies inside a sample is tested by sign flips of within-sample contrasts, the tail's over as
 many tokens of the level as beside it; between samples the tail's growth with their length is taken off. At least 8
 samples a level; Holm over everything tried; reported when adjusted p < 0.001 and the ratio is at least 2. The ratio of
-rounded values overstates that of their noise (many are equal, and a little more noise makes many differ), so the mean
-size of |d| must be larger as well, by 1.6 times at least.
+rounded values overstates that of their noise (many are equal, and a little more noise makes many differ), so where the
+typical size differs the mean size must be larger as well, by 1.6 times at least.
 """
 
 from collections.abc import Iterable
@@ -219,7 +219,9 @@ class _Splitter:
             remaining = left
 
     def is_larger(self, test: Test, keep: Bool) -> bool:
-        """Whether the mean size of |d| is larger in a test's level too, sample by sample."""
+        """Whether the mean size of |d| is larger too, sample by sample, where a test says its typical size is."""
+        if test.statistic != "typical":
+            return True
         again = self.again(test, keep, "size")
         return bool(again) and again[0].ratio >= SIZE_RATIO
 
