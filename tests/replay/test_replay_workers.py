@@ -4,6 +4,7 @@ try, and a sample that no worker survives costs itself alone."""
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -94,6 +95,20 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_its_unit_scored_again(
     monkeypatch.setattr(choice, "Process", Mortal)
     assert bits(scored(found, Plan(isolate=True))) == bits(alone)
     assert len(set(started)) == 2
+
+
+def test_a_worker_is_heard_by_a_process_that_holds_many_files(make_run: Make) -> None:
+    """A descriptor above 1,023 is one that select() refuses."""
+    found = prepared(make_run(groups=4))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert bits(scored(found, Plan(isolate=True))) == bits(scored(found, Plan()))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Fragile:

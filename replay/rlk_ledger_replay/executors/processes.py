@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -23,6 +23,7 @@ from rlk_ledger_replay.work import Model, Outcome, Unit
 LENGTH_BYTES = 8
 CLOSE = "close"
 TAIL_BYTES = 2000
+ENDING_SECONDS = 10.0
 
 
 class Process:
@@ -74,20 +75,30 @@ class Process:
             size = int.from_bytes(self._read(LENGTH_BYTES, deadline), "little")
             return pickle.loads(self._read(size, deadline))
         except (OSError, EOFError, ValueError):
-            code = self._process.wait()
+            code = self._ended()
             raise Lost(f"its worker is gone: {ending(code) or 'it ended'}{self._tail()}") from None
+
+    def _ended(self) -> int:
+        """The exit code of a worker that no longer talks; one that closed its pipe and lives on is ended."""
+        try:
+            return self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            end_group(self._process)
+            return self._process.wait()
 
     def _read(self, size: int, deadline: float | None) -> bytes:
         assert self._process.stdout is not None
         pipe, data = self._process.stdout, bytearray()
-        while len(data) < size:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([pipe], [], [], left)[0]:
-                raise Lost(f"it was ended after its {self._timeout:g} s; --deadline gives it more", late=True)
-            part = pipe.read1(size - len(data))  # type: ignore[attr-defined]
-            if not part:
-                raise EOFError
-            data += part
+        with selectors.DefaultSelector() as selector:  # select() knows no descriptor above 1,023
+            selector.register(pipe, selectors.EVENT_READ)
+            while len(data) < size:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not selector.select(left):
+                    raise Lost(f"it was ended after its {self._timeout:g} s; --deadline gives it more", late=True)
+                part = pipe.read1(size - len(data))  # type: ignore[attr-defined]
+                if not part:
+                    raise EOFError
+                data += part
         return bytes(data)
 
     def _tail(self) -> str:
