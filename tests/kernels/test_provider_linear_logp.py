@@ -124,6 +124,13 @@ def detached(field: str) -> SimpleNamespace:
     return given
 
 
+def logits_detached_from(field: str = "", **changes: Any) -> SimpleNamespace:
+    """Logits that say nothing of training, beside a hidden state or a weight that does."""
+    given = detached(field) if field else request(**changes)
+    given.logits = given.logits.detach()
+    return given
+
+
 def shard(start: int, width: int) -> SimpleNamespace:
     given = request()
     given.logits = given.logits[:, start : start + width]
@@ -152,6 +159,8 @@ REFUSED = [
     ("gradient_detached", lambda: detached("hidden")),
     ("gradient_detached", lambda: detached("weight")),
     ("gradient_detached", lambda: declared_trained_without_grad()),
+    ("gradient_detached", lambda: logits_detached_from(temperature=None)),
+    ("gradient_detached", lambda: logits_detached_from(field="hidden")),
     ("request_malformed", lambda: request(target_ids=torch.zeros(T + 1, dtype=torch.int64))),
     ("request_malformed", lambda: request(target_ids=torch.full((T,), PADDED))),
 ]

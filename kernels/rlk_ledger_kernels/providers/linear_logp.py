@@ -238,9 +238,14 @@ class _Call:
         return _Shard(first, real)
 
     def trained(self) -> bool:
-        """Whether gradients must flow: as declared, else as the logits say."""
-        wanted = bool(self.metadata.get("requires_grad", self.request.logits.requires_grad))
-        return wanted and torch.is_grad_enabled()
+        """Whether gradients must flow: as declared, else when any tensor that may lead to the result asks for one."""
+        wanted = self.metadata.get("requires_grad")
+        if wanted is None:
+            given = [self.request.logits]
+            if self.context is not None:
+                given += [self.context.hidden, self.context.projection.weight]
+            wanted = any(tensor.requires_grad for tensor in given)
+        return bool(wanted) and torch.is_grad_enabled()
 
     def check_gradients(self, hidden: bool) -> None:
         """Refuse inputs that are cut off from autograd where the request is trained on."""
