@@ -28,6 +28,8 @@ _ASSIGNED: list[tuple[str, Any, Any]] = [
 _MOST_RANKS = 1 << 15
 """Ranks a role or a shard may have: readers list the missing ones, and hold the rank of a token in 16 bits."""
 
+_RANKED = frozenset({"run.opened", "writer.opened", "logprobs"})
+
 
 class Refused(NamedTuple):
     """One event that was left out: `field` is where it is wrong, `reason` one sentence that names the event."""
@@ -68,6 +70,8 @@ def _dtypes(kind: str, arrays: dict[str, Array]) -> str | None:
 
 
 def _ranks(fields: dict[str, Any]) -> str | None:
+    if fields["type"] not in _RANKED or not (fields.keys() & {"shard", "roles", "world_size"}):
+        return None
     parallel = {f"parallel.{axis}": place for axis, place in (fields.get("parallel") or {}).items()}
     places = {"shard": fields.get("shard"), "roles": fields.get("roles"), "": fields, **parallel}
     for where, held in places.items():
