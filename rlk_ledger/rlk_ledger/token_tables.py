@@ -43,7 +43,7 @@ class _Columns:
         dtype = next((part.dtype for part in parts if isinstance(part, np.ndarray)), None)
         if dtype is None:
             index = np.repeat(np.arange(len(parts)), self.sizes)
-            return pa.array(parts, kind).take(pa.array(index))
+            return pa.array([_held(part) for part in parts], kind).take(pa.array(index))
         absent = np.repeat([part is None for part in parts], self.sizes)
         blank = [np.zeros(size, dtype) if part is None else part for part, size in zip(parts, self.sizes)]
         joined = np.concatenate(blank).astype(dtype)
@@ -341,6 +341,11 @@ _OF_A_BLOCK: dict[str, Callable[[_Block], Any]] = {
 """Columns whose value a block shares."""
 
 
+def _held(value: Any) -> Any:
+    """The value of a cell; a count that no column holds is absent."""
+    return None if isinstance(value, int) and abs(value) >= 1 << 63 else value
+
+
 def _spread(values: list[Any], sizes: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
     """One value a block, repeated over its tokens; text as codes into its distinct values."""
     if kind == _TEXT:
@@ -349,6 +354,7 @@ def _spread(values: list[Any], sizes: npt.NDArray[np.int64], kind: pa.DataType) 
         joined = np.repeat(np.array(codes, np.int32), sizes)
         indices = pa.array(joined, pa.int32(), mask=joined < 0 if -1 in codes else None)
         return pa.DictionaryArray.from_arrays(indices, pa.array(list(known), pa.string()))
+    values = [_held(value) for value in values]
     absent = np.array([value is None for value in values], np.bool_)
     cells = np.array([0 if value is None else value for value in values], np.int64)
     return pa.array(np.repeat(cells, sizes), kind, mask=np.repeat(absent, sizes) if absent.any() else None)

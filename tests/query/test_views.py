@@ -189,3 +189,47 @@ def test_a_history_can_be_limited_by_a_condition(ledger: Ledger) -> None:
     assert len(load_history(ledger, "one", "turn = 1 and step < 2 -- the second turn").samples) == 4
     with pytest.raises(UsageError):
         load_history(ledger, "one", "no_such_column = 1")
+
+
+NAMED = (
+    "step, count(*), avg(abs_dlogp), quantile_cont(abs_dlogp, 0.9)",
+    "group_id, engine, weight_version, max(rho), min(position), sum(token_id::int)",
+    "turn, cached_tokens, chunks, response_length, rollout_rank, training_rank, count(shard_rank), max(dlogp)",
+    "sample_id, attempt, pass_id, layout_id, rollout_contract, training_contract, max(rollout), min(training)",
+)
+
+
+@pytest.mark.parametrize("columns", NAMED)
+def test_a_query_of_some_columns_gives_what_it_gives_over_all_of_them(ledger: Ledger, columns: str) -> None:
+    lean = f"select {columns} from drift where run_id in ('one', 'two') group by all"
+    whole = f"select {columns} from (select * from drift) where run_id in ('one', 'two') group by all"
+    assert scope(lean).columns is not None
+    assert scope(whole).columns is None
+    rows = [sorted(map(repr, ledger.sql(query).fetchall())) for query in (lean, whole)]
+    assert rows[0] == rows[1] != []
+
+
+@pytest.mark.parametrize(
+    ("query", "columns"),
+    [
+        ("select step, avg(abs_dlogp) from drift where run_id = 'x' group by step", {"step", "abs_dlogp", "run_id"}),
+        ('select d."RHO" from drift d join off_policy o using (sample_id)', {"d", "rho", "sample_id"}),
+        ("with n as (select rho as r from drift) select max(r) from n", {"rho", "r"}),
+        ("select count(*) from drift", set()),
+        ("select * from drift", None),
+        ("select d from drift d", None),
+        ("select #1 from drift", None),
+        ("select columns('abs.*') from drift", None),
+        ("summarize drift", None),
+        ("select count(*) from drift natural join tokens", None),
+        ("select a from drift d(a, b)", None),
+        ("unpivot drift on rollout, training into name n value v", None),
+    ],
+)
+def test_a_view_is_made_of_the_columns_a_query_can_mean(query: str, columns: set[str] | None) -> None:
+    assert scope(query).columns == columns
+
+
+def test_an_unknown_column_is_answered_with_those_there_are(ledger: Ledger) -> None:
+    with pytest.raises(UsageError, match="abs_dlogp"):
+        ledger.sql("select abs_dlop from drift")
