@@ -1,6 +1,7 @@
 """Every drift metric against a slow float64 oracle in plain Python, on inputs made to break it."""
 
 import math
+import os
 import struct
 from typing import Any
 
@@ -187,3 +188,66 @@ def test_the_clip_band_is_one_of_ratios_and_so_lopsided_in_log_space(d: float, c
     """Ratios 0.8 and 1.2 stand at -0.223 and +0.182."""
     r = np.full(3, -2.0, np.float32)
     assert measure(r, (r + np.float32(d)).astype(np.float32)).values["clip_fraction"] == clipped
+
+
+MANY = 1 << int(os.environ.get("RLK_METRICS_LOG2", "18"))
+"""Tokens of the test below; 25 by hand takes a minute and 6 GB."""
+
+
+def test_every_metric_of_very_many_tokens_with_every_class_of_value() -> None:
+    """Against the definitions in extended precision, in one piece, with log-ratios of 500 and values that are none."""
+    rng = np.random.default_rng(5)
+    r = -rng.gamma(1.0, 1.0, MANY).astype(np.float32)
+    t = np.minimum(r + rng.normal(0, 0.1, MANY).astype(np.float32), 0)
+    t[::1001], r[7::5003] = -500.0, -600.0
+    lost = np.zeros(MANY, np.bool_)
+    for at, value in ((3, np.nan), (5, -np.inf), (6, -9999.0), (9, 0.5)):
+        r[at :: MANY // 7] = value
+        lost[at :: MANY // 7] = True
+    owner = np.sort(rng.integers(0, MANY // 500, MANY))
+    got = measure(r, t, sample=owner)
+    assert got.tokens == MANY - np.count_nonzero(lost)
+    x, y = r[~lost].astype(np.longdouble), t[~lost].astype(np.longdouble)
+    d, sample = y - x, np.unique(owner[~lost], return_inverse=True)[1]
+    c = np.clip(d, -20, 20)
+    rho, size = np.exp(c), np.sort(np.abs(d))
+    differ = r.view(np.uint32) != t.view(np.uint32)  # a value that is none was recorded all the same
+    sizes = np.bincount(sample)
+    starts = np.cumsum(sizes) - sizes
+    per_sample = lambda values: np.add.reduceat(values, starts)  # noqa: E731
+    errors = per_sample(np.exp(np.abs(c))) / sizes
+    want = {
+        "abs_dlogp_mean": size.mean(),
+        "abs_dlogp_max": size[-1],
+        "dlogp_rms": np.sqrt(np.square(d).mean()),
+        "dlogp_mean": d.mean(),
+        "mismatch_count": np.count_nonzero(differ),
+        "mismatch_fraction": differ.mean(),
+        "kl_k1": -d.mean(),
+        "kl_k3": (np.expm1(c) - c).mean(),
+        "policy_kl_k3": (np.expm1(-c) + c).mean(),
+        "ratio_min": rho.min(),
+        "ratio_mean": rho.mean(),
+        "ratio_max": rho.max(),
+        "clip_fraction": ((rho < 0.8) | (rho > 1.2)).mean(),
+        "token_mult_prob_error": np.exp(np.abs(c)).mean(),
+        "ess": 1 / np.square(rho / rho.mean()).mean(),
+        "chi2_token": np.square(rho).mean() - 1,
+        "prob_diff_mean": (np.exp(y) - np.exp(x)).mean(),
+        "prob_diff_max": np.abs(np.exp(y) - np.exp(x)).max(),
+        "extreme_token_fraction": (np.maximum(rho, 1 / rho) > 2).mean(),
+        "pearson_prob": np.corrcoef(np.exp(x), np.exp(y))[0, 1],
+        "chi2_seq": np.exp(2 * np.clip(per_sample(d), -20, 20)).mean() - 1,
+        "ppl_ratio": np.exp(np.minimum(per_sample(x) / sizes - per_sample(y) / sizes, 700)).mean(),
+        "seq_mult_prob_error_min": errors.min(),
+        "seq_mult_prob_error_mean": errors.mean(),
+        "seq_mult_prob_error_max": errors.max(),
+    }
+    for name, q in (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99), ("p999", 0.999)):
+        at = q * (len(size) - 1)
+        low, high = size[math.floor(at)], size[math.ceil(at)]
+        want[f"abs_dlogp_{name}"] = low + (high - low) * (at - math.floor(at))
+    assert want.keys() == METRICS.keys()
+    wrong = {n: (got.values[n], float(v)) for n, v in want.items()}
+    wrong = {n: pair for n, pair in wrong.items() if pair[0] != pytest.approx(pair[1], rel=1e-9, abs=1e-12)}
+    assert wrong == {}
