@@ -41,6 +41,18 @@ _SCALE_FLOOR = 0.05
 _LOW = -3.0
 STATISTICS = ("typical", "tail")
 _ALIAS_OVERLAP = 0.9
+_NEXT = {
+    "cache.stale": "Flush the prefix cache at every weight update: these samples read what older weights had written.",
+    "spec.used": "Check the offsets of log-probabilities after rejected drafts; compare with a run without it.",
+    "routes.incomplete": "Record and replay the experts of every token of these samples.",
+    "training.shard_rank": "Check the sequence offsets, positions and collectives of context-parallel rank {level}.",
+    "prefill.chunked": "Check what chunked prefill changes for these samples; compare with a run without it.",
+    "versions.mixed": "Check what happens to a running response when weights are updated under it.",
+    "seam.token": "Check token ids and positions right after tool or environment text.",
+    "seam.after": "Check token ids, positions and the cache after tool or environment text.",
+    "engine": "Compare engine {level} with the others: its weights, build, settings and device.",
+}
+"""What to do about a level of a dimension that names its own cause."""
 _NEARLY = 0.75
 
 
@@ -256,7 +268,7 @@ class _Splitter:
             "worst": self.view.place(int(tokens.sample[worst]), int(tokens.position[worst]))
             | {"dlogp": float(tokens.d[worst])},
         }
-        return Finding("drift.split", where, evidence)
+        return Finding("drift.split", where, evidence, _NEXT.get(test.dimension.name, "").format(**where))
 
 
 def _levels(dimension: Dimension) -> Iterable[int]:
